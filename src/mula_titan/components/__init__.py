@@ -1,0 +1,1 @@
+"""Components that drop into any torchtitan project, one torchtitan extension point each."""

@@ -1,0 +1,225 @@
+"""MulaModel: the decoder of OLMo and OLMoE on torchtitan's Decoder.
+
+Shape suffixes: B = batch, L = sequence length, D = width, E = experts, V = vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common.attention import AttentionMasksType, FlexAttention
+from torchtitan.models.common.decoder import Decoder, TransformerBlock
+
+from mula_titan.model.attention import document_causal_mask
+from mula_titan.model.init import initialize
+from mula_titan.model.moe import AddLoss, RouterStats
+from mula_titan.model.sharding import set_mula_sharding_config
+
+
+class MulaBlock(TransformerBlock):
+    """Pre-norm transformer block: attention, then a dense or Mixture-of-Experts feed-forward."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TransformerBlock.Config):
+        pass
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.attention = config.attention.build()
+        self.attention_norm = config.attention_norm.build()
+        self.ffn_norm = config.ffn_norm.build()
+        self.moe_enabled = config.moe is not None
+        if config.moe is not None:
+            self.moe = config.moe.build()
+        else:
+            assert config.feed_forward is not None
+            self.feed_forward = config.feed_forward.build()
+
+    def forward(
+        self,
+        x_BLD: torch.Tensor,
+        attention_masks: AttentionMasksType | torch.Tensor | None,
+        positions_BL: torch.Tensor | None,
+        token_weights_BL: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, RouterStats | None]:
+        """Apply the block to ``(B, L, D)``; returns the same shape and, with experts, the router's statistics."""
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), attention_masks, positions_BL)
+        if not self.moe_enabled:
+            return x_BLD + self.feed_forward(self.ffn_norm(x_BLD)), None
+        out_BLD, stats = self.moe(self.ffn_norm(x_BLD), token_weights_BL)
+        return x_BLD + out_BLD, stats
+
+
+class MulaModel(Decoder):
+    """Decoder-only language model with the module names of torchtitan's decoders."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Decoder.Config):
+        init_std: float = 0.02
+        init_seed: int = 0
+        document_mask: bool = True
+        load_balance_loss: float = 0.0
+        load_balance_per_layer: bool = False
+        router_z_loss: float = 0.0
+
+        @property
+        def num_moe_layers(self) -> int:
+            """Number of Mixture-of-Experts layers in the whole model."""
+            return sum(layer.moe is not None for layer in self.layers)
+
+        def update_from_config(self, *, config, **kwargs) -> None:
+            """Take what the run's configuration decides: sharding plans and the seed of the initial weights."""
+            Decoder.Config.update_from_config(self, config=config, **kwargs)
+            debug = getattr(config, "debug", None)
+            if debug is not None and debug.seed is not None:
+                self.init_seed = debug.seed
+            parallelism = config.parallelism
+            set_mula_sharding_config(
+                self,
+                enable_sp=parallelism.enable_sequence_parallel,
+                enable_ep=parallelism.expert_parallel_degree > 1,
+            )
+
+        def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+            """Total parameters, and FLOPs per token of forward and backward.
+
+            6 per active matrix parameter (the input embedding is a lookup, not a product) and 6 * L * S * D for causal
+            attention scores and values, S = seq_len; recomputation doesn't count.
+            """
+            total = sum(p.numel() for p in model.parameters())
+            matmul = self.num_active_params(model) - model.tok_embeddings.weight.numel()
+            if self.enable_weight_tying:
+                matmul += model.lm_head.weight.numel()
+            return total, 6 * matmul + 6 * len(self.layers) * self.dim * seq_len
+
+        def num_active_params(self, model: nn.Module) -> int:
+            """Parameters that take part in one token's computation: top_k of the experts, all else."""
+            active = 0
+            for name, param in model.named_parameters():
+                if ".inner_experts." in name:
+                    router = self.layers[0].moe.router
+                    active += param.numel() // router.num_experts * router.top_k
+                else:
+                    active += param.numel()
+            return active
+
+    def init_states(self, *, buffer_device: torch.device | None = None) -> None:
+        """Initialise buffers, then parameters from (seed, name, global index); see :mod:`mula_titan.model.init`."""
+        super().init_states(buffer_device=buffer_device)
+        initialize(self, std=self.config.init_std, seed=self.config.init_seed)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        attention_masks: AttentionMasksType | torch.Tensor | None = None,
+        token_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute logits ``(B, L, V)``; a pipeline stage takes and returns hidden states instead.
+
+        Args:
+            tokens: int64 ``(B, L)`` token ids, or ``(B, L, D)`` hidden states on later pipeline stages.
+            positions: int64 ``(B, L)``, restarting at each document when documents are masked.
+            attention_masks: FlexAttention's BlockMask, or None.
+            token_weights: float32 ``(B, L)``, each token's share of the step's loss. Needed while training with a
+                router loss; evaluation leaves it out.
+
+        Raises:
+            ValueError: a router loss is configured but the training loop passes no token weights.
+        """
+        config = self.config
+        h_BLD = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
+        if (
+            attention_masks is None
+            and config.document_mask
+            and positions is not None
+            and not isinstance(config.first_attention.inner_attention, FlexAttention.Config)
+        ):
+            attention_masks = document_causal_mask(positions)
+
+        layer_stats: list[RouterStats] = []
+        for layer in self.layers.values():
+            h_BLD, stats = layer(h_BLD, attention_masks, positions, token_weights)
+            if stats is not None:
+                layer_stats.append(stats)
+                self._count(layer, stats)
+        if layer_stats and self.training:
+            h_BLD = self._add_router_losses(h_BLD, layer_stats, token_weights)
+
+        h_BLD = self.norm(h_BLD) if self.norm is not None else h_BLD
+        if self._skip_lm_head or self.lm_head is None:
+            return h_BLD
+        return self.lm_head(h_BLD)
+
+    def _count(self, layer: nn.Module, stats: RouterStats) -> None:
+        # Here, outside the checkpointed and compiled block, each forward counts once.
+        if self.training:
+            with torch.no_grad():
+                layer.moe.tokens_per_expert_E.add_(stats.counts_E)
+
+    def _add_router_losses(
+        self, h_BLD: torch.Tensor, layer_stats: list[RouterStats], token_weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        config = self.config
+        if config.load_balance_loss == 0 and config.router_z_loss == 0:
+            return h_BLD
+        if token_weights is None:
+            raise ValueError(
+                "model.load_balance_loss or model.router_z_loss is set, but the training loop passes no token_weights. "
+                "Train with mula_titan.trainer.MulaTrainer, or set both to 0 and balance by model.expert_bias_rate."
+            )
+        loss = router_losses(
+            layer_stats,
+            batch_weight=token_weights.sum(),
+            num_layers=config.num_moe_layers,
+            load_balance=config.load_balance_loss,
+            per_layer=config.load_balance_per_layer,
+            z=config.router_z_loss,
+        )
+        return AddLoss.apply(h_BLD, loss)
+
+
+def router_losses(
+    layer_stats: list[RouterStats],
+    *,
+    batch_weight: torch.Tensor,
+    num_layers: int,
+    load_balance: float,
+    per_layer: bool,
+    z: float,
+) -> torch.Tensor:
+    """Router losses of one micro-batch, weighted with its share of the step.
+
+    Load balancing is E * sum_e f_e P_e, f_e the share of tokens that choose expert e (summing to K) and P_e the mean
+    probability (Switch, arXiv 2101.03961, eq. 4), with f and P taken over all layers' tokens as OLMoE does, or per layer
+    and then averaged. A balanced router gives K.
+
+    Args:
+        layer_stats: statistics of the layers on this pipeline stage.
+        batch_weight: float32 scalar, sum of the token weights of the micro-batch.
+        num_layers: Mixture-of-Experts layers of the whole model.
+        load_balance: weight of the load-balancing loss.
+        per_layer: statistics per layer rather than over all layers together.
+        z: weight of the z-loss.
+
+    Returns:
+        float32 scalar.
+    """
+    probs_LE = torch.stack([_whole(s.probs_E) for s in layer_stats])
+    load_LE = torch.stack([_whole(s.load_E) for s in layer_stats])
+    if not per_layer:
+        probs_LE, load_LE = probs_LE.mean(0, keepdim=True), load_LE.mean(0, keepdim=True)
+        scale = 1.0
+    else:
+        scale = 1.0 / num_layers
+    num_experts = probs_LE.shape[-1]
+    # A micro-batch without valid tokens has zero weight and zero statistics.
+    balance = num_experts * scale * (load_LE * probs_LE).sum() / batch_weight.clamp_min(1e-30)
+    z_mean = torch.stack([_whole(s.z) for s in layer_stats]).sum() / num_layers
+    return load_balance * balance + z * z_mean
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    """The full tensor of a statistic that tensor parallelism left partial."""
+    return x.full_tensor() if isinstance(x, DTensor) else x

@@ -1,0 +1,5 @@
+"""What differs between XPU, CUDA and CPU: device choice, collectives, compilation. All patches of torchtitan live here."""
+
+from mula_titan.runtime.device import select_device
+
+__all__ = ["select_device"]
