@@ -1,6 +1,6 @@
 """Trains the bundled byte-level BPE tokenizer from the bundled text: the same text gives the same bytes.
 
-Usage: python scripts/train_tokenizer.py [--text assets/austen/train.jsonl] [--output assets/tokenizer] [--vocab-size 2048]
+Usage: python scripts/train_tokenizer.py [--text FILE.jsonl] [--output FOLDER] [--vocab-size N]
 """
 
 import argparse
