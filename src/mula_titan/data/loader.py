@@ -248,7 +248,7 @@ class TokenDataLoader(BaseDataLoader):
             return
         expected = blake2b_of(path)
         for name, index in indexes:
-            if index.tokenizer_blake2b != expected:
+            if index.recipe.tokenizer_blake2b != expected:
                 logger.warning("%s was tokenised with another tokenizer.json than %s", name, path)
 
     def _read_batch(self, start: int) -> Batch:

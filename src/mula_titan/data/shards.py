@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,37 +22,53 @@ FORMAT = "mula-titan-tokens/1"
 
 @dataclass(kw_only=True, frozen=True)
 class SourceRecord:
-    """Where a shard's text came from: a whole input file or a part of one."""
+    """One input file."""
 
     file: str
-    """Name of the input file, relative to the input it was found under."""
+    """Name below the common folder of all inputs."""
     bytes: int
-    """Size of the whole input file."""
-    part: int
-    """Which part of the file this shard holds, counted from 0 in file order."""
-    parts: int
-    """How many parts the file was cut into."""
     blake2b: str
-    """Checksum of the text that was read from this part, decompressed, one newline after each document."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class Recipe:
+    """What the shards were made from: the same recipe gives the same bytes."""
+
+    dtype: str
+    """`uint16` if every id of the vocabulary fits, else `uint32`; little-endian."""
+    vocab_size: int
+    """Largest id of the tokenizer + 1."""
+    eos_id: int
+    eos_token: str
+    tokenizer_blake2b: str
+    """Checksum of the bytes of tokenizer.json."""
+    text_key: str
+    part_mb: int
+    sources: list[SourceRecord]
 
 
 @dataclass(kw_only=True, frozen=True)
 class ShardRecord:
-    """One shard as it stands in the index."""
+    """One shard: the documents of one input file, or of a part of it."""
 
     tokens_file: str
     offsets_file: str
     num_tokens: int
     num_documents: int
+    empty_documents: int
+    """Documents without text, which the shard leaves out."""
     max_token_id: int
     """-1 in a shard without documents."""
     tokens_bytes: int
     offsets_bytes: int
     tokens_blake2b: str
     offsets_blake2b: str
-    empty_documents: int
-    """Documents without text: left out of the shard."""
-    source: SourceRecord
+    source: str
+    """Name of the input file."""
+    part: int
+    """Which part of the file, from 0."""
+    parts: int
+    """How many parts the file was cut into."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -60,19 +76,11 @@ class DatasetIndex:
     """Content of index.json."""
 
     format: str
-    dtype: str
-    """`uint16` if every id of the vocabulary fits, else `uint32`; little-endian."""
-    vocab_size: int
-    """Largest id of the tokenizer + 1."""
-    max_token_id: int
-    """Largest id that occurs in the shards."""
-    eos_id: int
-    eos_token: str
-    tokenizer_blake2b: str
-    """Checksum of the bytes of tokenizer.json."""
-    text_key: str
+    recipe: Recipe
     num_tokens: int
     num_documents: int
+    max_token_id: int
+    """Largest id that occurs."""
     shards: list[ShardRecord]
 
 
@@ -117,9 +125,9 @@ def write_json(path: Path, record: Any) -> None:
         file.write(json.dumps(asdict(record), indent=1, ensure_ascii=False).encode() + b"\n")
 
 
-def parse_shard(data: dict[str, Any]) -> ShardRecord:
-    """Reads a shard's record back from JSON. Raises KeyError or TypeError if it isn't one."""
-    return ShardRecord(**{**data, "source": SourceRecord(**data["source"])})
+def parse_recipe(data: dict[str, Any]) -> Recipe:
+    """Reads a recipe back from JSON. Raises KeyError or TypeError if it isn't one."""
+    return Recipe(**{**data, "sources": [SourceRecord(**source) for source in data["sources"]]})
 
 
 def read_index(path: Path) -> DatasetIndex:
@@ -135,7 +143,8 @@ def read_index(path: Path) -> DatasetIndex:
     found = data.get("format") if isinstance(data, dict) else None
     if found != FORMAT:
         raise ValueError(f"{path}: format {found!r}, this version reads {FORMAT!r}; tokenise the data again")
-    known = {field.name for field in fields(DatasetIndex)}
-    if data.keys() != known:
-        raise ValueError(f"{path}: missing or unknown fields {sorted(data.keys() ^ known)}; tokenise the data again")
-    return DatasetIndex(**{**data, "shards": [parse_shard(shard) for shard in data["shards"]]})
+    try:
+        recipe, shards = parse_recipe(data["recipe"]), [ShardRecord(**shard) for shard in data["shards"]]
+        return DatasetIndex(**{**data, "recipe": recipe, "shards": shards})
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path}: missing or unknown field ({error}); tokenise the data again") from None

@@ -77,19 +77,19 @@ class TokenFiles:
 
     def _add_shards(self, place: Path, dtype: str) -> None:
         index = read_index(place)
-        if dtype and np.dtype(dtype) != np.dtype(index.dtype):
-            raise ValueError(f"{place}: holds {index.dtype}, not {dtype}; leave `dtype` out, the index has it")
+        if dtype and np.dtype(dtype) != np.dtype(index.recipe.dtype):
+            raise ValueError(f"{place}: holds {index.recipe.dtype}, not {dtype}; leave `dtype` out, the index has it")
         if index.max_token_id >= self.vocab_size:
             raise ValueError(
-                f"{place}: token id {index.max_token_id} (vocabulary of {index.vocab_size}) doesn't fit the model's "
-                f"{self.vocab_size} embedding rows; use the tokenizer that belongs to the model or raise vocab_size"
+                f"{place}: token id {index.max_token_id} (vocabulary of {index.recipe.vocab_size}) doesn't fit "
+                f"the model's {self.vocab_size} embedding rows; use the tokenizer that belongs to the model or raise vocab_size"
             )
-        if self.eos_id is not None and index.eos_id != self.eos_id:
+        if self.eos_id is not None and index.recipe.eos_id != self.eos_id:
             raise ValueError(
-                f"{place}: tokenised with end-of-document id {index.eos_id} ({index.eos_token}), the run's tokenizer "
-                f"has {self.eos_id}; use the same tokenizer for both"
+                f"{place}: tokenised with end-of-document id {index.recipe.eos_id} ({index.recipe.eos_token}), "
+                f"the run's tokenizer has {self.eos_id}; use the same tokenizer for both"
             )
-        item_dtype = np.dtype(index.dtype).newbyteorder("<")
+        item_dtype = np.dtype(index.recipe.dtype).newbyteorder("<")
         for shard in index.shards:
             file = TokenFile(
                 place.parent / shard.tokens_file, item_dtype, 0, shard.num_tokens, place.parent / shard.offsets_file
