@@ -1,0 +1,123 @@
+"""Command line: ``mula-titan train | check | tokenize | export | import``."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+
+COMMANDS: dict[str, str] = {
+    "train": "train a model on this node's devices (several nodes: NNODES, NODE_RANK, RDZV_ENDPOINT)",
+    "check": "say whether a configuration can run, and print it in full",
+    "tokenize": "turn text into memory-mapped token shards",
+    "export": "write a checkpoint as Hugging Face safetensors",
+    "import": "turn a Hugging Face model folder into a checkpoint",
+}
+
+
+@dataclass(kw_only=True)
+class LaunchOptions:
+    """Processes of a run; all other flags are configuration keys: --section.key value."""
+
+    config: Annotated[Path, tyro.conf.Positional]
+    """TOML file, for example train_configs/mula_debug.toml."""
+
+    nproc: int = int(os.environ.get("NGPU", "2"))
+    """Ranks on this node, one for each device."""
+
+    nnodes: str = os.environ.get("NNODES", "1")
+    """Nodes, or MIN:MAX for an elastic job."""
+
+    rdzv_endpoint: str = os.environ.get("RDZV_ENDPOINT", "localhost:0")
+    """host:port of the node where the ranks meet."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the largest job that these options allow."""
+        return self.nproc * int(self.nnodes.split(":")[-1])
+
+
+def main() -> None:
+    """Entry point of ``mula-titan``."""
+    command, arguments = (sys.argv[1] if len(sys.argv) > 1 else "--help"), sys.argv[2:]
+    if command not in COMMANDS:
+        width = max(map(len, COMMANDS))
+        print("usage: mula-titan COMMAND ...  (mula-titan COMMAND --help)\n")
+        print("\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()))
+        sys.exit(0 if command in ("-h", "--help") else f"\nmula-titan: unknown command {command!r}")
+    try:
+        {"train": _train, "check": _check, "tokenize": _tokenize, "export": _export, "import": _import}[command](arguments)
+    except (ValueError, FileNotFoundError, FileExistsError, PermissionError) as error:
+        sys.exit(f"mula-titan {command}: {error}")
+
+
+def _launch_options(command: str, arguments: list[str]) -> tuple[LaunchOptions, list[str]]:
+    return tyro.cli(
+        LaunchOptions, prog=f"mula-titan {command}", description=COMMANDS[command], args=arguments, return_unknown_args=True
+    )
+
+
+def _loaded(options: LaunchOptions, flags: list[str]) -> Any:
+    from mula_titan.toml_config import load_config
+    from mula_titan.validate import validate
+
+    config, values = load_config(options.config, flags)
+    validate(config, values, options.world_size)
+    return config
+
+
+def _train(arguments: list[str]) -> None:
+    options, flags = _launch_options("train", arguments)
+    _loaded(options, flags)  # one message here instead of one from every rank
+    from torch.distributed.run import main as torchrun
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.nproc)))
+    torchrun(
+        [
+            f"--nproc-per-node={options.nproc}",
+            f"--nnodes={options.nnodes}",
+            *([f"--node-rank={os.environ['NODE_RANK']}"] if "NODE_RANK" in os.environ else []),
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={options.rdzv_endpoint}",
+            "-m",
+            "mula_titan.train",
+            str(options.config),
+            *flags,
+        ]
+    )
+
+
+def _check(arguments: list[str]) -> None:
+    config = _loaded(*_launch_options("check", arguments))
+    Console().print_json(data=config.to_dict())
+
+
+def _tokenize(arguments: list[str]) -> None:
+    from mula_titan.data.tokenize import TokenizeOptions, tokenize
+
+    _run("tokenize", TokenizeOptions, tokenize, arguments)
+
+
+def _export(arguments: list[str]) -> None:
+    from mula_titan.hf.export import ExportOptions, export
+
+    _run("export", ExportOptions, export, arguments)
+
+
+def _import(arguments: list[str]) -> None:
+    from mula_titan.hf.import_ import ImportOptions, import_checkpoint
+
+    _run("import", ImportOptions, import_checkpoint, arguments)
+
+
+def _run(command: str, options_class: type, function: Callable[[Any], Path], arguments: list[str]) -> None:
+    options = tyro.cli(options_class, prog=f"mula-titan {command}", description=COMMANDS[command], args=arguments)
+    print(function(options))
+
+
+if __name__ == "__main__":
+    main()
