@@ -50,21 +50,29 @@ def main() -> None:
         print("\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()))
         sys.exit(0 if command in ("-h", "--help") else f"\nmula-titan: unknown command {command!r}")
     try:
-        {"train": _train, "check": _check, "tokenize": _tokenize, "export": _export, "import": _import}[command](arguments)
+        {"train": _train, "check": _check, "tokenize": _tokenize, "export": _export, "import": _import}[command](
+            arguments
+        )
     except (ValueError, FileNotFoundError, FileExistsError, PermissionError) as error:
         sys.exit(f"mula-titan {command}: {error}")
 
 
 def _launch_options(command: str, arguments: list[str]) -> tuple[LaunchOptions, list[str]]:
     return tyro.cli(
-        LaunchOptions, prog=f"mula-titan {command}", description=COMMANDS[command], args=arguments, return_unknown_args=True
+        LaunchOptions,
+        prog=f"mula-titan {command}",
+        description=COMMANDS[command],
+        args=arguments,
+        return_unknown_args=True,
     )
 
 
 def _loaded(options: LaunchOptions, flags: list[str]) -> Any:
+    from mula_titan.runtime.logs import set_up_logging
     from mula_titan.toml_config import load_config
     from mula_titan.validate import validate
 
+    set_up_logging()
     config, values = load_config(options.config, flags)
     validate(config, values, options.world_size)
     return config
@@ -115,7 +123,7 @@ def _import(arguments: list[str]) -> None:
 
 
 def _run(command: str, options_class: type, function: Callable[[Any], Path], arguments: list[str]) -> None:
-    options = tyro.cli(options_class, prog=f"mula-titan {command}", description=COMMANDS[command], args=arguments)
+    options: Any = tyro.cli(options_class, prog=f"mula-titan {command}", description=COMMANDS[command], args=arguments)
     print(function(options))
 
 

@@ -23,7 +23,9 @@ def _run(flavor: str, **sections) -> MulaTrainer.Config:
         # spmd_types, torchtitan's default, fails on gloo with expert parallelism.
         "parallelism": ParallelismConfig(spmd_backend="partial_dtensor"),
         "lr_scheduler": LRSchedulersContainer.Config(warmup_steps=2500, decay_type="cosine", min_lr_factor=0.1),
-        "validator": Validator.Config(dataloader=TokenDataLoader.Config(shuffle=False, infinite=False, drop_last=False)),
+        "validator": Validator.Config(
+            dataloader=TokenDataLoader.Config(shuffle=False, infinite=False, drop_last=False)
+        ),
         "activation_checkpoint": None,
         "loss": CrossEntropyLoss.Config(),
     }

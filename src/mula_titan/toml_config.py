@@ -101,8 +101,8 @@ def load_config(path: Path | str | None, flags: list[str] | None = None) -> tupl
     """Build the config of a run.
 
     Args:
-        path: TOML file. Its top-level ``config`` names a function in ``module``'s config registry (default: mula_titan's
-            function called like ``model.flavor``).
+        path: TOML file. Its top-level ``config`` names a function in ``module``'s config registry (default:
+            mula_titan's function called like ``model.flavor``).
         flags: ``--section.key value`` words, which override the file.
 
     Returns:
@@ -120,7 +120,9 @@ def load_config(path: Path | str | None, flags: list[str] | None = None) -> tupl
     model = tree.get("model")
     name = tree.pop("config", model.get("flavor") if isinstance(model, dict) else None)
     if name is None:
-        raise ConfigError(f"{path or 'command line'}: say which model to train: [model] flavor = \"mula_debug\", for example")
+        raise ConfigError(
+            f'{path or "command line"}: say which model to train: [model] flavor = "mula_debug", for example'
+        )
     config = _registry_function(module, name, values)()
     return overlay(config, tree, values), values
 
@@ -214,7 +216,8 @@ def _activation_checkpoint(value: Any, current: Any, values: Values) -> Any:
             current = config_class() if config_class else None
     if current is None:
         if tree:
-            raise ConfigError(f"{values.origin(AC_SECTION)}: [{AC_SECTION}] sets {sorted(tree)}, but its mode is 'none'")
+            origin = values.origin(AC_SECTION)
+            raise ConfigError(f"{origin}: [{AC_SECTION}] sets {', '.join(sorted(tree))}, but its mode is 'none'")
         return None
     return overlay(current, tree, values, f"{AC_SECTION}.")
 

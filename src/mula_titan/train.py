@@ -1,6 +1,5 @@
 """Training process of one rank: ``torchrun -m mula_titan.train CONFIG.toml [--section.key value ...]``."""
 
-import logging
 import os
 import sys
 from pathlib import Path
@@ -8,8 +7,8 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.observability import structured_logger
-from torchtitan.tools.logging import init_logger, logger
 
+from mula_titan.runtime.logs import set_up_logging
 from mula_titan.toml_config import ConfigError, load_config
 from mula_titan.validate import validate
 
@@ -24,9 +23,7 @@ def main(argv: list[str] | None = None) -> None:
     Args:
         argv: the TOML file (may be left out) and flags; the process's arguments by default.
     """
-    init_logger()
-    if os.environ.get("RANK", "0") not in os.environ.get("LOG_RANK", "0").split(","):
-        logger.setLevel(logging.WARNING)
+    set_up_logging()
     words = sys.argv[1:] if argv is None else argv
     path = Path(words[0]) if words and not words[0].startswith("--") else None
     try:

@@ -3,15 +3,13 @@
 Shape suffixes: B = batch, L = sequence length.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.validate import Validator
-from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from mula_titan.components.checkpoint import MulaCheckpointManager
@@ -36,7 +34,7 @@ class MulaTrainer(Trainer):
         metrics: MulaMetricsProcessor.Config = field(default_factory=MulaMetricsProcessor.Config)
 
         def __post_init__(self) -> None:
-            self.model_spec = model_spec(self.model)
+            self.model_spec = model_spec(self.model)  # type: ignore[misc]  # a field of the parent's slots
             for loader in (self.dataloader, self.validator.dataloader):
                 if isinstance(loader, TokenDataLoader.Config):
                     # One switch and one vocabulary for the model and its data.
@@ -54,9 +52,7 @@ class MulaTrainer(Trainer):
         self._global_valid_tokens: torch.Tensor | None = None
         self._data_ended = False
 
-    def forward_backward_step(
-        self, *, input_dict: Any, labels: Any, global_valid_tokens: torch.Tensor
-    ) -> torch.Tensor:
+    def forward_backward_step(self, *, input_dict: Any, labels: Any, global_valid_tokens: torch.Tensor) -> torch.Tensor:
         """As torchtitan's; the token count of the step is kept for the router losses of its micro-batches."""
         self._global_valid_tokens = global_valid_tokens
         return super().forward_backward_step(

@@ -5,6 +5,7 @@ Everything here would otherwise fail after the job has its nodes, or give wrong 
 
 import os
 from collections.abc import Iterator
+from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def _degrees(config: MulaTrainer.Config, world_size: int) -> Iterator[Problem]:
         yield (
             "parallelism.data_parallel_shard_degree",
             f"the product of degrees {product * shard} ({formula}) must equal the {world_size} ranks; "
-            f"set {world_size // product if world_size % product == 0 else -1}, or start {product * shard} ranks (NGPU)",
+            f"set -1 for all ranks that are left, or start {product * shard} ranks (NGPU)",
         )
         return
     inside = shard * p.context_parallel_degree * p.tensor_parallel_degree
@@ -139,14 +140,18 @@ def _model_fits(config: MulaTrainer.Config) -> Iterator[Problem]:
         yield "training.seq_len", f"exceeds model.max_seq_len ({model.max_seq_len}); raise that or shorten this"
     if p.pipeline_parallel_degree > model.n_layers + 2:
         yield "parallelism.pipeline_parallel_degree", f"more stages than the model's {model.n_layers} layers can fill"
-    if model.num_experts and model.load_balance_loss and not model.load_balance_per_layer and p.pipeline_parallel_degree > 1:
+    over_all_layers = model.num_experts and model.load_balance_loss and not model.load_balance_per_layer
+    if over_all_layers and p.pipeline_parallel_degree > 1:
         yield (
             "model.load_balance_per_layer",
             "the loss over all layers' tokens needs every layer on one pipeline stage; set true, or "
             "pipeline_parallel_degree = 1",
         )
     if p.context_parallel_degree > 1 and model.document_mask and model.attention == "sdpa":
-        yield "model.document_mask", "context parallelism has no document mask for sdpa; set false, or attention = 'flex'"
+        yield (
+            "model.document_mask",
+            "context parallelism has no mask for sdpa; set false, or attention = 'flex'",
+        )
     if model.tie_embeddings and p.pipeline_parallel_degree > 1:
         yield "model.tie_embeddings", "pipeline parallelism puts embedding and head on different ranks; set false"
 
@@ -158,7 +163,7 @@ def _batches(config: MulaTrainer.Config, world_size: int) -> Iterator[Problem]:
     if t.global_batch_size != -1 and t.global_batch_size % unit:
         yield (
             "training.global_batch_size",
-            f"must be a multiple of local_batch_size x data-parallel ranks = {t.local_batch_size} x {data_ranks} = {unit}",
+            f"must be a multiple of local_batch_size {t.local_batch_size} x data-parallel ranks {data_ranks} = {unit}",
         )
     if t.disable_cuda_graphs is False and p.pipeline_parallel_degree > 1:
         yield "training.disable_cuda_graphs", "pipeline parallelism doesn't run in CUDA graphs; set true"
@@ -185,4 +190,4 @@ def _paths(config: MulaTrainer.Config) -> Iterator[Problem]:
 
 
 def _exists(path: str) -> bool:
-    return Path(path).exists() or (any(c in path for c in "*?[") and any(Path().glob(path) if not Path(path).is_absolute() else Path("/").glob(path[1:])))
+    return bool(glob(path)) if has_magic(path) else Path(path).exists()

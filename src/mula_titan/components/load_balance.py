@@ -4,6 +4,7 @@ Shape suffixes: E = experts, M = Mixture-of-Experts layers of this rank.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.distributed import ParallelDims
 
 
-def moe_layers(model_parts: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def moe_layers(model_parts: list[nn.Module]) -> Iterator[tuple[str, Any]]:
     """Name (``layers.3``) and MoE module of every Mixture-of-Experts layer in the model parts of this rank."""
     for part in model_parts:
         for index, block in part.get_submodule("layers").named_children():
@@ -40,7 +41,7 @@ def _local(counts_E: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def update_expert_bias(moes: list[nn.Module], counts_ME: torch.Tensor) -> None:
+def update_expert_bias(moes: list[Any], counts_ME: torch.Tensor) -> None:
     """Move each layer's bias by its rate towards balance: up for experts below the mean load, down above, centred.
 
     Layers without a bias are left alone.

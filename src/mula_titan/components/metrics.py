@@ -31,7 +31,15 @@ class MulaMetricsProcessor(MetricsProcessor):
         enable_plot: bool = True
         """Draw loss.png in the dump folder"""
 
-    def __init__(self, config: Config, *, parallel_dims: Any, dump_folder: str = "./outputs", pp_schedule: str = "1F1B", **kwargs: Any):
+    def __init__(
+        self,
+        config: Config,
+        *,
+        parallel_dims: Any,
+        dump_folder: str = "./outputs",
+        pp_schedule: str = "1F1B",
+        **kwargs: Any,
+    ):
         super().__init__(
             config, parallel_dims=parallel_dims, dump_folder=dump_folder, pp_schedule=pp_schedule, **kwargs
         )
@@ -105,7 +113,9 @@ class MulaMetricsProcessor(MetricsProcessor):
         }
         self.logger.log(metrics, step)
         self._record({"step": step, "loss": global_avg_loss, "grad_norm": grad_norm, "tokens_per_second": tokens})
-        self._show(step, f"loss {global_avg_loss:.4f}  grad {grad_norm:.3f}  {tokens:,.0f} tokens/s", metrics)
+        self._show(
+            step, f"loss {global_avg_loss:.4f}  grad {grad_norm:.3f}  {tokens:,.0f} tokens/s", memory.max_reserved_gib
+        )
         self._restart_interval()
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
@@ -155,14 +165,14 @@ class MulaMetricsProcessor(MetricsProcessor):
         with (self.folder / METRICS_FILE).open("a") as file:
             file.write(json.dumps(record) + "\n")
 
-    def _show(self, step: int, text: str, metrics: dict[str, Any]) -> None:
+    def _show(self, step: int, text: str, memory_gib: float) -> None:
         if not self.is_reporter:
             return
         status = f"{text}  ETA {self._eta(step)}"
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=step, status=status)
         else:
-            self._print(f"step {step:>6}/{self.total_steps}  {status}  memory {metrics['memory/max_reserved(GiB)']:.1f} GiB")
+            self._print(f"step {step:>6}/{self.total_steps}  {status}  memory {memory_gib:.1f} GiB")
 
     def _eta(self, step: int) -> str:
         first_step, first_time = self._first or (0, time.perf_counter())

@@ -54,13 +54,15 @@ class AdamWContainer(OptimizersContainer):
             ]
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
-        super().__init__(replace(config, param_groups=config.groups()), model_parts=model_parts)
+        config = replace(config)
+        config.param_groups = config.groups()
+        super().__init__(config, model_parts=model_parts)
 
     @staticmethod
     def _build_param_groups(
         model: nn.Module, param_group_configs: list[ParamGroupConfig], impl_kwargs: dict[str, Any]
     ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[str]]]:
-        """As torchtitan's, but a pattern may match nothing on one pipeline stage (a dense stage has no norm weights)."""
+        """As torchtitan's, but a pattern may match nothing on a pipeline stage (a dense one has no norm weights)."""
         names = [name for name, param in model.named_parameters() if param.requires_grad]
         claimed: set[str] = set()
         used = []

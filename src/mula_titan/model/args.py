@@ -60,7 +60,7 @@ class MulaArgs:
     """Attention never crosses a document boundary, and positions restart at each document."""
 
     attention: Literal["sdpa", "flex"] = "sdpa"
-    """Attention kernel: torch's scaled-dot-product attention (any device), or FlexAttention (compiled, CUDA and XPU)."""
+    """Attention: torch's scaled-dot-product attention (any device), or FlexAttention (compiled, CUDA and XPU)."""
 
     route_norm: bool = False
     """Renormalise the chosen experts' probabilities to sum 1 (norm_topk_prob of OLMoE: false)."""
@@ -69,7 +69,7 @@ class MulaArgs:
     """Weight of the auxiliary load-balancing loss; 0 turns it off."""
 
     load_balance_per_layer: bool = False
-    """Take the auxiliary loss per layer and average it over layers, or (false, as OLMoE) over all layers' tokens at once."""
+    """Take the auxiliary loss per layer and average, or (false, as OLMoE) over the tokens of all layers together."""
 
     router_z_loss: float = 0.0
     """Weight of the router z-loss, mean over layers of mean logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906, eq. 5)."""

@@ -1,7 +1,7 @@
 """Initial weights as a function of (seed, parameter name, global index), identical on every mesh and world size.
 
-DTensor's random stream depends on the mesh (and on a CPU mesh gives every shard the same numbers), so values come from a
-counter-based generator instead: element i of a parameter is hash(seed, name, i) turned into a normal variate.
+DTensor's random stream depends on the mesh (and on a CPU mesh gives every shard the same numbers), so values come from
+a counter-based generator instead: element i of a parameter is hash(seed, name, i) turned into a normal variate.
 
 Shape suffixes: N = elements of one chunk.
 """

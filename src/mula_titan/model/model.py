@@ -4,6 +4,7 @@ Shape suffixes: B = batch, L = sequence length, D = width, E = experts, V = voca
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -81,7 +82,7 @@ class MulaModel(Decoder):
                 enable_ep=parallelism.expert_parallel_degree > 1,
             )
 
-        def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        def get_nparams_and_flops(self, model: Any, seq_len: int) -> tuple[int, int]:
             """Total parameters, and FLOPs per token of forward and backward.
 
             6 per active matrix parameter (the input embedding is a lookup, not a product) and 6 * L * S * D for causal
@@ -152,7 +153,7 @@ class MulaModel(Decoder):
             return h_BLD
         return self.lm_head(h_BLD)
 
-    def _count(self, layer: nn.Module, stats: RouterStats) -> None:
+    def _count(self, layer: Any, stats: RouterStats) -> None:
         # Here, outside the checkpointed and compiled block, each forward counts once.
         if self.training:
             with torch.no_grad():
@@ -192,8 +193,8 @@ def router_losses(
     """Router losses of one micro-batch, weighted with its share of the step.
 
     Load balancing is E * sum_e f_e P_e, f_e the share of tokens that choose expert e (summing to K) and P_e the mean
-    probability (Switch, arXiv 2101.03961, eq. 4), with f and P taken over all layers' tokens as OLMoE does, or per layer
-    and then averaged. A balanced router gives K.
+    probability (Switch, arXiv 2101.03961, eq. 4), with f and P taken over all layers' tokens as OLMoE does, or per
+    layer and then averaged. A balanced router gives K.
 
     Args:
         layer_stats: statistics of the layers on this pipeline stage.

@@ -7,7 +7,7 @@ Shape suffixes: B = batch, L = sequence length, D = width, E = experts, K = expe
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,9 @@ class RouterStats(NamedTuple):
 
     counts_E: torch.Tensor
     """Number of choices of tokens with non-zero weight, float32, no gradient."""
+
+    dispatched_E: torch.Tensor
+    """Number of choices of all tokens, padding too, int64: the rows that each expert receives."""
 
 
 class Float32Linear(Linear):
@@ -105,6 +108,7 @@ class Router(TokenChoiceTopKRouter):
             z=(z_BL1 * weights_BL1).sum(),
             entropy=(entropy_BLE * weights_BL1).sum(),
             counts_E=(chosen_BLE * valid_BL1).sum(dim=(0, 1)),
+            dispatched_E=chosen_BLE.long().sum(dim=(0, 1)),
         )
 
 
@@ -114,8 +118,9 @@ def _like_tokens(token_weights_BL: torch.Tensor | None, probs_BLE: torch.Tensor)
         return torch.ones_like(probs_BLE[..., :1])
     if isinstance(probs_BLE, DTensor) and not isinstance(token_weights_BL, DTensor):
         mesh = probs_BLE.device_mesh
-        token_weights_BL = DTensor.from_local(token_weights_BL, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        return token_weights_BL.unsqueeze(-1).redistribute(placements=probs_BLE.placements)
+        weights_BL = DTensor.from_local(token_weights_BL, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        weights_BL1 = cast(DTensor, weights_BL.unsqueeze(-1))
+        return weights_BL1.redistribute(placements=probs_BLE.placements)
     return token_weights_BL.unsqueeze(-1)
 
 
@@ -131,10 +136,7 @@ class MulaMoE(MoE):
     ) -> tuple[torch.Tensor, RouterStats]:
         """Apply the layer to ``(B, L, D)``; returns the output of the same shape and the router's statistics."""
         topk_scores_BLK, topk_expert_ids_BLK, stats = self.router(x_BLD, self.expert_bias_E, token_weights_BL)
-        # All tokens, padding too: these counts size the dispatch.
-        routed_BLE = torch.zeros_like(topk_scores_BLK[..., :1].expand(-1, -1, self.router.num_experts), dtype=torch.bool)
-        num_local_tokens_per_expert_E = routed_BLE.scatter_(-1, topk_expert_ids_BLK, True).sum(dim=(0, 1))
-        out_BLD = self.routed_experts(x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E)
+        out_BLD = self.routed_experts(x_BLD, topk_scores_BLK, topk_expert_ids_BLK, stats.dispatched_E)
         return out_BLD, stats
 
     def _redistribute_outputs(self, parallel_dims: Any, outputs: Any) -> Any:

@@ -44,8 +44,10 @@ def _attention(args: MulaArgs) -> GQAttention.Config:
     }
     qkv: QKVLinear.Config
     if args.qk_norm:
-        norms = [FullWidthRMSNorm.Config(normalized_shape=w, eps=args.norm_eps, param_init=_LATER) for w in (width, kv_width)]
-        qkv = NormedQKVLinear.Config(**projections, q_norm=norms[0], k_norm=norms[1])
+        q_norm, k_norm = (
+            FullWidthRMSNorm.Config(normalized_shape=w, eps=args.norm_eps, param_init=_LATER) for w in (width, kv_width)
+        )
+        qkv = NormedQKVLinear.Config(**projections, q_norm=q_norm, k_norm=k_norm)
     else:
         qkv = QKVLinear.Config(**projections)
     return GQAttention.Config(
@@ -58,6 +60,11 @@ def _attention(args: MulaArgs) -> GQAttention.Config:
         inner_attention=FlexAttention.Config() if args.attention == "flex" else MaskedAttention.Config(),
         rope=CosSinRoPE.Config(dim=args.head_dim, max_seq_len=args.max_seq_len, theta=args.rope_theta),
     )
+
+
+def _feed_forward(args: MulaArgs) -> FeedForward.Config:
+    up, down = _linear(args.dim, args.ffn_dim), _linear(args.ffn_dim, args.dim)
+    return FeedForward.Config(w1=up, w2=down, w3=_linear(args.dim, args.ffn_dim))
 
 
 def _moe(args: MulaArgs) -> MulaMoE.Config:
@@ -97,11 +104,7 @@ def model_config(args: MulaArgs) -> MulaModel.Config:
             attention_norm=_norm(args),
             ffn_norm=_norm(args),
             moe=_moe(args) if args.num_experts else None,
-            feed_forward=None
-            if args.num_experts
-            else FeedForward.Config(
-                w1=_linear(args.dim, args.ffn_dim), w2=_linear(args.ffn_dim, args.dim), w3=_linear(args.dim, args.ffn_dim)
-            ),
+            feed_forward=None if args.num_experts else _feed_forward(args),
         )
         for _ in range(args.n_layers)
     ]

@@ -1,4 +1,4 @@
-"""What differs between XPU, CUDA and CPU: device choice, collectives, compilation. All patches of torchtitan live here."""
+"""What differs between XPU, CUDA and CPU: device choice and collectives. All patches of torchtitan live here."""
 
 from mula_titan.runtime.device import select_device
 

@@ -80,7 +80,7 @@ class CpuDeviceModule:
 
 
 def measured_cpu_flops(size: int = 512, repeats: int = 3) -> float:
-    """FLOP/s of an fp32 ``size``-cubed matrix product on this process's threads: the peak that MFU refers to on a CPU."""
+    """FLOP/s of an fp32 ``size``-cubed matrix product on this process's threads: the peak of MFU on a CPU."""
     a = torch.rand(size, size)
     best = float("inf")
     for _ in range(repeats):
@@ -95,7 +95,7 @@ def _set_pg_timeouts_cpu(timeout: timedelta, parallel_dims: Any) -> None:
     dist.barrier()
     groups = [mesh.get_group() for mesh in parallel_dims.get_all_one_dimensional_meshes().values()]
     for group in [*groups, None]:
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        dist.set_timeout(timeout, group)
 
 
 def select_device() -> str:
