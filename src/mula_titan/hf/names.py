@@ -66,7 +66,7 @@ def hf_name(native: str) -> str | None:
 
 
 def native_name(hf: str) -> tuple[str, int | None] | None:
-    """Native key of a Hugging Face name and the expert's index in it (None: the whole tensor); None if there is none."""
+    """Native key of a Hugging Face name and the expert's index in it (None: all of it), or None if there is none."""
     template = _HF_TO_NATIVE.get(_NUMBER.sub("{}", hf))
     if template is None:
         return None

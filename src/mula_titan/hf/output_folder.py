@@ -25,7 +25,9 @@ def check_target(target: Path, *, overwrite: bool, marker: str) -> None:
     if not overwrite:
         raise ValueError(f"{target} isn't empty. Name another folder, or replace it with --overwrite.")
     if not (target / marker).is_file():
-        raise ValueError(f"{target} isn't empty and holds no {marker}, so --overwrite won't delete it. Name another folder.")
+        raise ValueError(
+            f"{target} isn't empty and holds no {marker}, so --overwrite won't delete it. Name another folder."
+        )
 
 
 @contextmanager

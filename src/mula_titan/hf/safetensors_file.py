@@ -44,7 +44,7 @@ class SafetensorsFile:
         expected = self._pending.pop() if self._pending else None
         if expected != (name, (tensor.dtype, tensor.shape)):
             raise ValueError(f"next tensor must be {expected}, not {name} {tensor.dtype} {tuple(tensor.shape)}")
-        self._file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        self._file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
     def __enter__(self) -> "SafetensorsFile":
         return self

@@ -34,7 +34,9 @@ def special_token_ids(folder: Path, vocab_size: int) -> dict[str, int | None]:
     tokenizer = Tokenizer.from_file(str(path))
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values())
     if largest >= vocab_size:
-        raise ValueError(f"{path} has token id {largest}, but the model has {vocab_size} embedding rows: wrong tokenizer?")
+        raise ValueError(
+            f"{path} has token id {largest}, but the model has {vocab_size} embedding rows: wrong tokenizer?"
+        )
     settings: dict = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (folder / name).is_file():
