@@ -6,6 +6,7 @@ so neither the model nor a layer is ever whole in memory.
 """
 
 import json
+import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -177,7 +178,8 @@ def import_checkpoint(options: ImportOptions) -> Path:
             if HEAD in found and torch.equal(files.read(HEAD), files.read(parts[EMBEDDING][0].name)):
                 del found[HEAD]  # some checkpoints store the tied matrix twice
         check_tensors(found, expected, str(options.source))
-        with Progress() as progress:
+        with Progress() as progress, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what no_dist asks for
             planner = _StreamingPlanner(files, shapes, parts, progress)
             dcp.save({}, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
         has_tokenizer = (options.source / "tokenizer.json").is_file()
