@@ -19,6 +19,7 @@ JSON_LINES = (".jsonl", ".json")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 SUFFIXES = (*JSON_LINES, ".txt", ".parquet")
 BLOCK_BYTES = 1 << 22
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 Piece = tuple[str, bool]
 """A document or a piece of a long one, and whether the document ends with it."""
@@ -112,7 +113,6 @@ def _read_json_lines(part: Part, text_key: str, on_bytes: Callable[[int], None])
             raw.readline()  # the line that begins in the part before, or just its newline
         first = at = raw.tell()
         compressed = bool(suffixes_of(part.path)[1])
-        on_bytes(0 if compressed else at - part.start)
         for number, line in enumerate(_open(part.path, raw), start=1):
             if not compressed and at >= part.stop:
                 break
@@ -135,7 +135,8 @@ def _text_of(line: bytes, text_key: str) -> str:
         raise ValueError(f"a JSON {type(record).__name__}, not an object with a field {text_key!r}")
     text = record.get(text_key)
     if isinstance(text, str):
-        return text
+        # JSON can hold half a surrogate pair, which no tokenizer takes: it becomes U+FFFD.
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if SURROGATE.search(text) else text
     if text_key in record:
         raise ValueError(f"field {text_key!r} holds {type(text).__name__}, not text")
     raise ValueError(f"no field {text_key!r}; there are {sorted(record)}: set text_key to the one with the text")
@@ -162,11 +163,11 @@ def _read_text(part: Part, on_bytes: Callable[[int], None]) -> Iterator[Piece]:
         while block := stream.read(BLOCK_BYTES):
             on_bytes(raw.tell() - at)
             at = raw.tell()
-            text += _decode(part.path, decoder, block, final=False)
             places = [match.start() for match in re.finditer(r"(?<=\w)\n", text)]
             if places and places[-1]:
                 yield text[: places[-1]], False
                 text = text[places[-1] :]
+            text += _decode(part.path, decoder, block, final=False)
         yield text + _decode(part.path, decoder, b"", final=True), True
 
 

@@ -81,8 +81,8 @@ class TokenFiles:
             raise ValueError(f"{place}: holds {index.recipe.dtype}, not {dtype}; leave `dtype` out, the index has it")
         if index.max_token_id >= self.vocab_size:
             raise ValueError(
-                f"{place}: token id {index.max_token_id} (vocabulary of {index.recipe.vocab_size}) doesn't fit "
-                f"the model's {self.vocab_size} embedding rows; use the tokenizer that belongs to the model or raise vocab_size"
+                f"{place}: token id {index.max_token_id} doesn't fit the model's "
+                f"{self.vocab_size} embedding rows; use the tokenizer that belongs to the model or raise vocab_size"
             )
         if self.eos_id is not None and index.recipe.eos_id != self.eos_id:
             raise ValueError(
@@ -108,12 +108,13 @@ class TokenFiles:
         """Refuses a raw file whose first tokens show that it was written with another dtype."""
         head = np.asarray(file.tokens[:PROBE_TOKENS])
         self.check_ids(head, 0)
-        # Little-endian 32-bit ids read as 16-bit ones: each second number is the high half, near 0 for any vocabulary.
+        # Little-endian 32-bit ids read as 16-bit ones: each second number is a high half, as small as the vocabulary's.
         pairs = head[: len(head) // 2 * 2].reshape(-1, 2)
-        if file.dtype.itemsize == 2 and len(pairs) >= 16 and pairs[:, 1].max() < 16 and pairs[:, 0].max() >= 256:
+        highest = (self.vocab_size - 1) >> 16
+        if file.dtype.itemsize == 2 and len(pairs) >= 16 and pairs[:, 1].max() <= highest < pairs[:, 0].max():
             raise ValueError(
-                f"{file.path}: every second number is near 0 when read as {file.dtype.name}, as if the file held "
-                '32-bit ids; set dtype = "uint32"'
+                f"{file.path}: every second number is at most {highest} when read as {file.dtype.name}, as if "
+                'the file held 32-bit ids; set dtype = "uint32"'
             )
 
     def check_ids(self, ids: np.ndarray, start: int) -> None:
