@@ -72,6 +72,24 @@ def test_end_of_data_is_the_same_step_on_all_ranks_and_for_all_splits(counting_f
     assert counts[0] // nexts_per_step == 2
 
 
+def test_data_ends_before_a_step_that_it_cannot_fill(counting_file):
+    """Else the data position saved at the end would be ahead of the weights."""
+    config = {"infinite": False, "global_batch_size": 4}
+    loader = build(counting_file(11), dp=2, **config)
+    assert len(list(loader)) == 4
+    assert loader.state_dict() == {"sample_index": 8}
+    loader.load_state_dict({"sample_index": 5})  # saved with another global batch size
+    assert len(list(loader)) == 2
+    assert loader.state_dict() == {"sample_index": 9}
+
+
+def test_refuses_a_global_batch_that_the_ranks_cannot_split(counting_file):
+    with pytest.raises(
+        ValueError, match="global_batch_size 5 must be a multiple of 2 data-parallel ranks x local batch 1"
+    ):
+        build(counting_file(11), dp=2, global_batch_size=5)
+
+
 def test_epochs_of_a_finite_loader(counting_file):
     assert len(list(build(counting_file(5), infinite=False, epochs=3))) == 15
 

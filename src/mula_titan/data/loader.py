@@ -106,6 +106,12 @@ class TokenDataLoader(BaseDataLoader):
         so that every target counts once for any number of ranks.
         """
 
+        global_batch_size: int = 0
+        """
+        Sequences of an optimizer step, as training.global_batch_size: the data ends before a step that it can't fill.
+        0: the sequences of one `next()` on all ranks.
+        """
+
         document_mask: bool = True
         """
         Positions restart at each document and the target after a document's end is ignored, for attention that stays
@@ -130,7 +136,13 @@ class TokenDataLoader(BaseDataLoader):
                     raise ValueError(f"source {source.path}: weight = {source.weight} must be a positive number")
                 if source.dtype not in RAW_DTYPES:
                     raise ValueError(f"source {source.path}: dtype = {source.dtype!r} must be one of {RAW_DTYPES[1:]}")
-            for name, least in (("seed", 0), ("epochs", 1), ("vocab_size", 0), ("prefetch", 0)):
+            for name, least in (
+                ("seed", 0),
+                ("epochs", 1),
+                ("vocab_size", 0),
+                ("global_batch_size", 0),
+                ("prefetch", 0),
+            ):
                 if getattr(self, name) < least:
                     raise ValueError(f"{name} = {getattr(self, name)} must be at least {least}")
 
@@ -155,8 +167,14 @@ class TokenDataLoader(BaseDataLoader):
         self.seq_len = seq_len
         self.local_batch_size = local_batch_size
         self.samples_per_next = dp_world_size * local_batch_size
+        self._samples_per_step = config.global_batch_size or self.samples_per_next
+        if self._samples_per_step % self.samples_per_next:
+            raise ValueError(
+                f"global_batch_size {self._samples_per_step} must be a multiple of {dp_world_size} data-parallel ranks "
+                f"x local batch {local_batch_size}"
+            )
         self._rank_offset = dp_rank * local_batch_size
-        self._sample_index = 0
+        self._first_sample = self._sample_index = 0
 
         sources = config.sources or [TokenSource(path=config.dataset_path or "")]
         vocab_size = config.vocab_size or (tokenizer.get_vocab_size() if tokenizer else 0)
@@ -204,22 +222,19 @@ class TokenDataLoader(BaseDataLoader):
                 f"data loader state with keys {sorted(state_dict)} has no {STATE_KEY!r} >= 0: another loader saved it; "
                 'add "dataloader" to checkpoint.exclude_from_loading to start the data from its beginning'
             )
-        self._sample_index = index
+        self._first_sample = self._sample_index = index
 
     def __iter__(self) -> Iterator[Batch]:
         """Batches from the current position on; ends on all ranks at once.
 
         The position moves when a batch is handed over, not when the thread reads it. Loading a state moves it too.
         """
-        last_start = len(self._order) - (self.samples_per_next if self.config.drop_last else 1)
         ahead: dict[int, Future[Batch]] = {}
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch") as reader:
-            while (at := self._sample_index) <= last_start:
+            while (at := self._sample_index) < (end := self._end()):
                 wanted = [at + n * self.samples_per_next for n in range(self.config.prefetch + 1)]
                 ahead = {
-                    start: ahead.get(start) or reader.submit(self._read_batch, start)
-                    for start in wanted
-                    if start <= last_start
+                    start: ahead.get(start) or reader.submit(self._read_batch, start) for start in wanted if start < end
                 }
                 batch = ahead.pop(at).result()
                 self._sample_index = at + self.samples_per_next
@@ -230,6 +245,13 @@ class TokenDataLoader(BaseDataLoader):
         source, epoch, window = self._order[sample_index]
         file, token = self._files[source].locate(window * self.seq_len)
         return SampleLocation(str(file.path), token, source, epoch, window)
+
+    def _end(self) -> int:
+        """Sample index at which the data ends: after the last whole step, if only whole ones count."""
+        samples = len(self._order) - self._first_sample
+        if self.config.drop_last:
+            samples -= samples % self._samples_per_step
+        return self._first_sample + samples
 
     def _num_windows(self, files: TokenFiles) -> int:
         targets = files.num_tokens - 1
