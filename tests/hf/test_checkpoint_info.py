@@ -1,9 +1,9 @@
 import json
 
 import pytest
-from conftest import tiny_args
 
 from mula_titan.hf.checkpoint_info import FILE_NAME, read_checkpoint_info, write_checkpoint_info
+from tests.hf.tiny_models import tiny_args
 
 
 def test_every_field_comes_back_and_a_relative_tokenizer_path_becomes_absolute(tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import MODELS, TOKENIZER, assert_same_logits, build, random_model, tiny_args, tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -12,10 +11,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM
 
 from mula_titan.hf.adapter import MulaStateDictAdapter
+from mula_titan.hf.description import write_description
 from mula_titan.hf.export import ExportOptions, export
 from mula_titan.hf.hf_config import to_hf_config
 from mula_titan.hf.import_ import ImportOptions, import_checkpoint
 from mula_titan.model.spec import model_spec
+from tests.hf.tiny_models import MODELS, TOKENIZER, assert_same_logits, build, random_model, tiny_args, tokens
 
 W1 = "layers.0.moe.routed_experts.inner_experts.w1_EFD"
 GATE = "model.layers.0.mlp.experts.{}.gate_proj.weight"
@@ -119,7 +120,9 @@ def test_loading_fills_the_shards_in_place():
     with rank_of((2, 2), ("efsdp", "ep"), 3) as mesh:
         target = distribute(torch.zeros(8, 24, 32), mesh, [Shard(1), Shard(0)])
         for name, value in adapter(tiny_args("moe")).to_hf({W1: target}).items():
-            source = distribute_tensor(full[int(name.split(".")[5])], value.device_mesh, value.placements, src_data_rank=None)
+            source = distribute_tensor(
+                full[int(name.split(".")[5])], value.device_mesh, value.placements, src_data_rank=None
+            )
             value.to_local().copy_(source.to_local())
         assert torch.equal(target.to_local(), full[4:, 12:])
 
@@ -175,9 +178,9 @@ def test_torchtitan_saves_what_transformers_loads(tmp_path):
     model = random_model(args)
     saver = manager(model, args, tmp_path, last_save_in_hf=True, last_save_model_only=True)
     assert saver.save(7, last_step=True)
-    theirs, info = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "checkpoint" / "step-7", config=_config(args), output_loading_info=True
-    )
+    folder = tmp_path / "checkpoint" / "step-7"
+    write_description(folder, args, TOKENIZER, torch.float32)
+    theirs, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     with torch.no_grad():
         assert_same_logits(model(tokens()), theirs.eval()(tokens()).logits)

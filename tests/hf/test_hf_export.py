@@ -3,13 +3,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import MODELS, TOKENIZER, assert_same_logits, random_model, save, tiny_args, tokens
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, OlmoeForCausalLM, OlmoForCausalLM
 
 from mula_titan.hf.checkpoint_info import write_checkpoint_info
 from mula_titan.hf.export import ExportOptions, export
+from tests.hf.tiny_models import MODELS, TOKENIZER, assert_same_logits, random_model, save, tiny_args, tokens
 
 
 def run(checkpoint, output, **options):
@@ -122,7 +122,9 @@ def test_balancing_bias_needs_a_decision(saved, tmp_path):
 def test_tied_description_of_an_untied_checkpoint_is_refused(saved, tmp_path):
     _, args, checkpoint = saved("moe")
     write_checkpoint_info(checkpoint, replace(args, tie_embeddings=True), None)
-    with pytest.raises(ValueError, match=r"tie_embeddings is true, but tok_embeddings\.weight and lm_head\.weight differ"):
+    with pytest.raises(
+        ValueError, match=r"tie_embeddings is true, but tok_embeddings\.weight and lm_head\.weight differ"
+    ):
         run(checkpoint, tmp_path / "hf")
 
 
@@ -141,15 +143,17 @@ def test_models_that_transformers_lacks_are_refused(saved, tmp_path, kind, chang
 
 
 def test_tokenizer_comes_along(saved, tmp_path):
-    _, args, checkpoint = saved("moe")
+    _, _, checkpoint = saved("moe")
     folder = run(checkpoint, tmp_path / "hf")
     ours, source = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(TOKENIZER)
     text = "It is a truth universally acknowledged"
     assert ours(text).input_ids == source(text).input_ids
     config = json.loads((folder / "config.json").read_text())
-    assert config["eos_token_id"] == source.eos_token_id == json.loads(
-        (folder / "generation_config.json").read_text()
-    )["eos_token_id"]
+    assert (
+        config["eos_token_id"]
+        == source.eos_token_id
+        == json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    )
     assert config["pad_token_id"] == source.pad_token_id and config["bos_token_id"] is None
 
 

@@ -1,8 +1,8 @@
 import pytest
-from conftest import MODELS, tiny_args
 
 from mula_titan.hf.layout import hf_tensors
 from mula_titan.hf.names import NATIVE_TO_HF, hf_name, native_name
+from tests.hf.tiny_models import MODELS, tiny_args
 
 
 @pytest.mark.parametrize("native", NATIVE_TO_HF)

@@ -1,6 +1,5 @@
 """``mula-titan export``: a training checkpoint becomes a Hugging Face folder, one tensor in memory at a time."""
 
-import json
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,12 +16,11 @@ from tyro.conf import Positional
 
 from mula_titan.hf.adapter import check_expert_bias
 from mula_titan.hf.checkpoint_info import read_checkpoint_info
-from mula_titan.hf.hf_config import to_hf_config
+from mula_titan.hf.description import check_description, write_description, write_json
 from mula_titan.hf.layout import HFTensor, check_tensors, hf_tensors, native_shapes
 from mula_titan.hf.names import EMBEDDING, HEAD, is_expert_bias, is_model_key
 from mula_titan.hf.output_folder import check_target, complete_folder
 from mula_titan.hf.safetensors_file import SafetensorsFile
-from mula_titan.hf.tokenizer_files import copy_tokenizer, special_token_ids
 from mula_titan.model.args import MulaArgs
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -127,30 +125,18 @@ def export(options: ExportOptions) -> Path:
     check_target(options.output, overwrite=options.overwrite, marker="config.json")
     checkpoint = _Checkpoint(options.checkpoint)
     info = read_checkpoint_info(options.checkpoint)
-    config = to_hf_config(info.args)
     tokenizer = options.tokenizer or (Path(info.hf_assets_path) if info.hf_assets_path else None)
     if tokenizer is None:
         logger.warning("The checkpoint names no tokenizer: none is exported. Add one with --tokenizer FOLDER.")
-        ids: dict[str, int | None] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    else:
-        ids = special_token_ids(tokenizer, info.args.vocab_size)
-
+    check_description(info.args, tokenizer)
     tensors = hf_tensors(info.args)
     _check(checkpoint, info.args, options)
     dtypes = {n: _DTYPES.get(options.dtype, entry.properties.dtype) for n, entry in checkpoint.tensors.items()}
     files = _split_into_files(tensors, dtypes, limit=int(options.shard_gb * 1e9))
-    # transformers 4 and 5 both read torch_dtype; "dtype" is known to 5 only.
-    config |= ids | {"torch_dtype": str(dtypes[EMBEDDING]).removeprefix("torch.")}
 
     with complete_folder(options.output) as folder:
         _write_weights(folder, checkpoint, files, dtypes)
-        _write_json(folder / "config.json", config)
-        _write_json(
-            folder / "generation_config.json",
-            {"_from_model_config": True} | {k: v for k, v in ids.items() if v is not None},
-        )
-        if tokenizer is not None:
-            copy_tokenizer(tokenizer, folder)
+        write_description(folder, info.args, tokenizer, dtypes[EMBEDDING])
     logger.info(f"Exported {options.checkpoint} to {options.output} ({len(files)} weight files)")
     return options.output
 
@@ -206,7 +192,7 @@ def _write_weights(
     if len(files) > 1:
         weight_map = {tensor.name: file_name for file_name, group in files.items() for tensor in group}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        _write_json(folder / "model.safetensors.index.json", index)
+        write_json(folder / "model.safetensors.index.json", index)
 
 
 def _read_in_order(
@@ -219,7 +205,3 @@ def _read_in_order(
             del whole  # before the next one is allocated
             native, whole = tensor.native, checkpoint.load(tensor.native, dtypes[tensor.native])
         yield whole if tensor.expert is None else whole[tensor.expert]
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
