@@ -15,6 +15,7 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.protocols.model_spec import ModelSpec
 
 from mula_titan.components.load_balance import register_load_balancing
+from mula_titan.hf.adapter import MulaStateDictAdapter
 from mula_titan.model.args import MulaArgs, make_args
 from mula_titan.model.attention import FullWidthRMSNorm, MaskedAttention, NormedQKVLinear
 from mula_titan.model.model import MulaBlock, MulaModel
@@ -146,5 +147,5 @@ def model_spec(args: MulaArgs) -> ModelSpec:
         parallelize_fn=parallelize_mula,
         pipelining_fn=pipeline_llm,
         post_optimizer_build_fn=register_load_balancing,
-        state_dict_adapter=None,
+        state_dict_adapter=MulaStateDictAdapter,
     )
