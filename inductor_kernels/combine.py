@@ -1,0 +1,111 @@
+"""Token-major reductions: un-permute with fp32 accumulation, and the routing-weight gradient.
+
+Each program owns its output rows, reads the slots of its picks from the plan and adds them in pick order: no atomics.
+
+Shape suffixes: T tokens, K picks per token, D model width, R slots, N column tiles of the GEMM that made the partials.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .plan import Plan
+
+
+@triton.jit
+def _combine_kernel(
+    rows_ptr,
+    slot_of_pick_ptr,
+    weights_ptr,
+    out_ptr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_D = cols < D
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    for k in tl.static_range(K):
+        slot = tl.load(slot_of_pick_ptr + token * K + k).to(tl.int64)
+        row = tl.load(rows_ptr + slot * D + cols, mask=in_D & (slot >= 0), other=0.0).to(tl.float32)
+        if WEIGHTED:
+            row *= tl.load(weights_ptr + token * K + k).to(tl.float32)
+        acc += tl.where(slot == -2, float("nan"), row)
+    tl.store(out_ptr + token * D + cols, acc.to(out_ptr.dtype.element_ty), mask=in_D)
+
+
+@triton.jit
+def _fill_missing_kernel(slot_of_pick_ptr, out_ptr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_of_pick_ptr + token)
+    if slot < 0:
+        cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+        fill = tl.full((BLOCK_D,), 0.0, tl.float32) + tl.where(slot == -2, float("nan"), 0.0)
+        tl.store(out_ptr + token * D + cols, fill.to(out_ptr.dtype.element_ty), mask=cols < D)
+
+
+@triton.jit
+def _reduce_dweight_kernel(
+    partial_ptr, slot_of_pick_ptr, out_ptr, num_picks, N: tl.constexpr, N_PAD: tl.constexpr, BLOCK: tl.constexpr
+):
+    picks = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    slots = tl.load(slot_of_pick_ptr + picks, mask=picks < num_picks, other=-1).to(tl.int64)
+    n = tl.arange(0, N_PAD)
+    mask = (slots >= 0)[:, None] & (n < N)[None, :]
+    partial = tl.load(partial_ptr + slots[:, None] * N + n[None, :], mask=mask, other=0.0)
+    tl.store(out_ptr + picks, tl.sum(partial, axis=1).to(out_ptr.dtype.element_ty), mask=picks < num_picks)
+
+
+def _column_blocks(D: int) -> tuple[int, int]:
+    block = min(1024, triton.next_power_of_2(D))
+    return block, triton.cdiv(D, block)
+
+
+def combine(rows_RD: torch.Tensor, plan: Plan, weights_TK: torch.Tensor | None) -> torch.Tensor:
+    """out[t] = sum over k of weights[t, k] * rows[slot[t, k]]; without weights, the plain sum."""
+    T, K = plan.slot_of_pick_TK.shape
+    D = rows_RD.shape[1]
+    out_TD = torch.empty(T, D, dtype=rows_RD.dtype, device=rows_RD.device)
+    block, num_blocks = _column_blocks(D)
+    _combine_kernel[(T, num_blocks)](
+        rows_RD,
+        plan.slot_of_pick_TK,
+        weights_TK,
+        out_TD,
+        K=K,
+        D=D,
+        BLOCK_D=block,
+        WEIGHTED=weights_TK is not None,
+        num_warps=4,
+    )
+    return out_TD
+
+
+def fill_missing(out_TD: torch.Tensor, plan: Plan) -> None:
+    """For K = 1, where the GEMM scatters straight to tokens: write the rows of tokens that have no slot."""
+    block, num_blocks = _column_blocks(out_TD.shape[1])
+    _fill_missing_kernel[(out_TD.shape[0], num_blocks)](
+        plan.slot_of_pick_TK, out_TD, D=out_TD.shape[1], BLOCK_D=block, num_warps=4
+    )
+
+
+def reduce_dweight(partial_RN: torch.Tensor, plan: Plan, dtype: torch.dtype) -> torch.Tensor:
+    """dweights[t, k] = sum over n of partial[slot[t, k], n]; zero for picks without a slot."""
+    out_TK = torch.empty(plan.slot_of_pick_TK.shape, dtype=dtype, device=partial_RN.device)
+    N = partial_RN.shape[1]
+    block = 256
+    _reduce_dweight_kernel[(triton.cdiv(out_TK.numel(), block),)](
+        partial_RN,
+        plan.slot_of_pick_TK,
+        out_TK,
+        out_TK.numel(),
+        N=N,
+        N_PAD=triton.next_power_of_2(N),
+        BLOCK=block,
+        num_warps=4,
+    )
+    return out_TK

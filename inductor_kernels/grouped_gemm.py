@@ -1,0 +1,632 @@
+"""Grouped GEMMs of the routed experts: kernels and launchers, no autograd.
+
+Row GEMMs (`gate_up`, `down`, `down_backward`, `gate_up_backward`) produce one row tile of the expert-major slots; a row
+tile belongs to one expert (see `plan.Plan`). `weight_grad` contracts over the slots of one expert. All of them accumulate
+in fp32, add in a fixed order and write every element of every segment, padding included: rows of padding slots are zero
+because the gathered input rows of padding slots are.
+
+Programs are persistent where the config says so: program p takes tiles p, p + programs, ... so that the loads of the
+next tile overlap the epilogue of this one.
+
+Shape suffixes: T tokens, K picks per token, D model width, F expert width, E local experts, R slots, M row tiles,
+N column tiles.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .configs import GemmConfig, num_programs
+from .plan import Plan
+
+
+@triton.jit
+def _tile_coordinates(tile, num_m, num_n, GROUP_M: tl.constexpr):
+    """Column-by-column order inside groups of GROUP_M row tiles, so that tiles in flight share operands in L2."""
+    group_size = GROUP_M * num_n
+    first_m = tile // group_size * GROUP_M
+    height = tl.minimum(num_m - first_m, GROUP_M)
+    inside = tile % group_size
+    return first_m + inside % height, inside // height
+
+
+@triton.jit
+def _weight_operand(
+    ptr, E, ROWS: tl.constexpr, COLS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, DESC: tl.constexpr
+):
+    """Something `_load_weight` can read: a descriptor over (E, ROWS, COLS), or the pointer."""
+    if DESC:
+        return tl.make_tensor_descriptor(
+            ptr, shape=[E, ROWS, COLS], strides=[ROWS * COLS, COLS, 1], block_shape=[1, BR, BC]
+        )
+    else:
+        return ptr
+
+
+@triton.jit
+def _load_weight(
+    operand, e, row, col, ROWS: tl.constexpr, COLS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, DESC: tl.constexpr
+):
+    """(BR, BC) block of expert e; zero outside ROWS x COLS."""
+    if DESC:
+        return operand.load([e, row, col]).reshape(BR, BC)
+    else:
+        rows = row + tl.arange(0, BR)
+        cols = col + tl.arange(0, BC)
+        ptrs = operand + e.to(tl.int64) * ROWS * COLS + rows.to(tl.int64)[:, None] * COLS + cols[None, :]
+        return tl.load(ptrs, mask=(rows < ROWS)[:, None] & (cols < COLS)[None, :], other=0.0)
+
+
+@triton.jit
+def _rows_operand(ptr, R, COLS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, DESC: tl.constexpr):
+    """Something `_load_rows` can read: a descriptor over (R, COLS), or the pointer."""
+    if DESC:
+        return tl.make_tensor_descriptor(ptr, shape=[R, COLS], strides=[COLS, 1], block_shape=[BR, BC])
+    else:
+        return ptr
+
+
+@triton.jit
+def _load_rows(operand, row, col, COLS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, DESC: tl.constexpr):
+    """(BR, BC) block of consecutive slots; zero outside COLS. Slots in use are a multiple of BR: no row mask."""
+    if DESC:
+        return operand.load([row, col])
+    else:
+        rows = row + tl.arange(0, BR)
+        cols = col + tl.arange(0, BC)
+        ptrs = operand + rows.to(tl.int64)[:, None] * COLS + cols[None, :]
+        return tl.load(ptrs, mask=(cols < COLS)[None, :] & (rows >= 0)[:, None], other=0.0)
+
+
+@triton.jit
+def _gather_rows(ptr, picks, col, K: tl.constexpr, COLS: tl.constexpr, BC: tl.constexpr):
+    """(len(picks), BC) block whose rows are the picks' tokens; zero in padding slots and outside COLS."""
+    cols = col + tl.arange(0, BC)
+    ptrs = ptr + (picks // K).to(tl.int64)[:, None] * COLS + cols[None, :]
+    mask = (picks >= 0)[:, None]
+    if COLS % BC != 0:
+        mask = mask & (cols < COLS)[None, :]
+    return tl.load(ptrs, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_rows(ptr, rows, col, value, COLS: tl.constexpr, WIDTH: tl.constexpr, BC: tl.constexpr, row_mask):
+    """Store into columns [col, col + BC) of a matrix of COLS columns, clipped to `WIDTH` columns from column 0."""
+    cols = tl.arange(0, BC)
+    ptrs = ptr + rows.to(tl.int64)[:, None] * COLS + (col + cols)[None, :]
+    tl.store(ptrs, value.to(ptr.dtype.element_ty), mask=(col + cols < WIDTH)[None, :] & row_mask[:, None])
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_ptr,
+    pick_of_slot_ptr,
+    expert_of_tile_ptr,
+    slots_in_use_ptr,
+    w1_ptr,
+    w3_ptr,
+    h_ptr,
+    gate_up_ptr,
+    E,
+    R,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    GATHER: tl.constexpr,
+    SAVE: tl.constexpr,
+    DESC: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    num_m = tl.load(slots_in_use_ptr) // BM
+    num_n: tl.constexpr = (F + BN - 1) // BN
+    w1 = _weight_operand(w1_ptr, E, F, D, BN, BK, DESC)
+    w3 = _weight_operand(w3_ptr, E, F, D, BN, BK, DESC)
+    if not GATHER:
+        x = _rows_operand(x_ptr, R, D, BM, BK, DESC)
+    for tile in tl.range(
+        tl.program_id(0),
+        num_m * num_n,
+        tl.num_programs(0),
+        flatten=FLATTEN,
+        warp_specialize=WARP_SPECIALIZE,
+    ):
+        m, n = _tile_coordinates(tile, num_m, num_n, GROUP_M)
+        e = tl.load(expert_of_tile_ptr + m)
+        rows = m * BM + tl.arange(0, BM)
+        if GATHER:
+            picks = tl.load(pick_of_slot_ptr + rows)
+        gate = tl.zeros((BM, BN), tl.float32)
+        up = tl.zeros((BM, BN), tl.float32)
+        for k in tl.range(0, D, BK):
+            if GATHER:
+                a = _gather_rows(x_ptr, picks, k, K, D, BK)
+            else:
+                a = _load_rows(x, m * BM, k, D, BM, BK, DESC)
+            b1 = _load_weight(w1, e, n * BN, k, F, D, BN, BK, DESC)
+            b3 = _load_weight(w3, e, n * BN, k, F, D, BN, BK, DESC)
+            gate = tl.dot(a, b1.T, gate, input_precision=PRECISION)
+            up = tl.dot(a, b3.T, up, input_precision=PRECISION)
+        # Backward recomputes h from the stored pre-activations: round them first so that both see the same h.
+        gate = gate.to(h_ptr.dtype.element_ty)
+        up = up.to(h_ptr.dtype.element_ty)
+        all_rows = rows >= 0
+        if SAVE:
+            cols = n * BN
+            _store_rows(gate_up_ptr, rows, cols, gate, 2 * F, F, BN, all_rows)
+            _store_rows(gate_up_ptr + F, rows, cols, up, 2 * F, F, BN, all_rows)
+        gate32 = gate.to(tl.float32)
+        h = gate32 * tl.sigmoid(gate32) * up.to(tl.float32)
+        _store_rows(h_ptr, rows, n * BN, h, F, F, BN, all_rows)
+
+
+@triton.jit
+def _down_kernel(
+    h_ptr,
+    pick_of_slot_ptr,
+    expert_of_tile_ptr,
+    slots_in_use_ptr,
+    weights_ptr,
+    w2_ptr,
+    out_ptr,
+    E,
+    R,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SCATTER: tl.constexpr,
+    DESC: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    num_m = tl.load(slots_in_use_ptr) // BM
+    num_n: tl.constexpr = (D + BN - 1) // BN
+    h = _rows_operand(h_ptr, R, F, BM, BK, DESC)
+    w2 = _weight_operand(w2_ptr, E, D, F, BN, BK, DESC)
+    for tile in tl.range(
+        tl.program_id(0),
+        num_m * num_n,
+        tl.num_programs(0),
+        flatten=FLATTEN,
+        warp_specialize=WARP_SPECIALIZE,
+    ):
+        m, n = _tile_coordinates(tile, num_m, num_n, GROUP_M)
+        e = tl.load(expert_of_tile_ptr + m)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in tl.range(0, F, BK):
+            a = _load_rows(h, m * BM, k, F, BM, BK, DESC)
+            b = _load_weight(w2, e, n * BN, k, D, F, BN, BK, DESC)
+            acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
+        rows = m * BM + tl.arange(0, BM)
+        if SCATTER:
+            picks = tl.load(pick_of_slot_ptr + rows)
+            weights = tl.load(weights_ptr + picks, mask=picks >= 0, other=0.0).to(tl.float32)
+            _store_rows(out_ptr, picks, n * BN, acc * weights[:, None], D, D, BN, picks >= 0)
+        else:
+            _store_rows(out_ptr, rows, n * BN, acc, D, D, BN, rows >= 0)
+
+
+@triton.jit
+def _down_backward_kernel(
+    dout_ptr,
+    pick_of_slot_ptr,
+    expert_of_tile_ptr,
+    slots_in_use_ptr,
+    weights_ptr,
+    w2_ptr,
+    gate_up_ptr,
+    dgate_up_ptr,
+    weighted_h_ptr,
+    dweight_ptr,
+    E,
+    R,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    GATHER: tl.constexpr,
+    DESC: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    num_m = tl.load(slots_in_use_ptr) // BM
+    num_n: tl.constexpr = (F + BN - 1) // BN
+    w2 = _weight_operand(w2_ptr, E, D, F, BK, BN, DESC)
+    if not GATHER:
+        dout = _rows_operand(dout_ptr, R, D, BM, BK, DESC)
+    for tile in tl.range(
+        tl.program_id(0),
+        num_m * num_n,
+        tl.num_programs(0),
+        flatten=FLATTEN,
+        warp_specialize=WARP_SPECIALIZE,
+    ):
+        m, n = _tile_coordinates(tile, num_m, num_n, GROUP_M)
+        e = tl.load(expert_of_tile_ptr + m)
+        rows = m * BM + tl.arange(0, BM)
+        picks = tl.load(pick_of_slot_ptr + rows)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in tl.range(0, D, BK):
+            if GATHER:
+                a = _gather_rows(dout_ptr, picks, k, K, D, BK)
+            else:
+                a = _load_rows(dout, m * BM, k, D, BM, BK, DESC)
+            b = _load_weight(w2, e, k, n * BN, D, F, BK, BN, DESC)
+            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+
+        cols = n * BN + tl.arange(0, BN)
+        in_F = (cols < F)[None, :] & (rows >= 0)[:, None]
+        gate_ptrs = gate_up_ptr + rows.to(tl.int64)[:, None] * (2 * F) + cols[None, :]
+        gate = tl.load(gate_ptrs, mask=in_F, other=0.0).to(tl.float32)
+        up = tl.load(gate_ptrs + F, mask=in_F, other=0.0).to(tl.float32)
+        weights = tl.load(weights_ptr + picks, mask=picks >= 0, other=0.0).to(tl.float32)
+        sig = tl.sigmoid(gate)
+        silu = gate * sig
+        h = (silu * up).to(weighted_h_ptr.dtype.element_ty).to(tl.float32)
+        # <h, W2^T dout> over this tile's columns; the row's tiles are added later, in order.
+        tl.store(dweight_ptr + rows.to(tl.int64) * num_n + n, tl.sum(h * acc, axis=1))
+        dh = acc * weights[:, None]
+        all_rows = rows >= 0
+        _store_rows(weighted_h_ptr, rows, n * BN, h * weights[:, None], F, F, BN, all_rows)
+        dgate = dh * up * sig * (1 + gate * (1 - sig))
+        _store_rows(dgate_up_ptr, rows, n * BN, dgate, 2 * F, F, BN, all_rows)
+        _store_rows(dgate_up_ptr + F, rows, n * BN, dh * silu, 2 * F, F, BN, all_rows)
+
+
+@triton.jit
+def _gate_up_backward_kernel(
+    dgate_up_ptr,
+    pick_of_slot_ptr,
+    expert_of_tile_ptr,
+    slots_in_use_ptr,
+    w1_ptr,
+    w3_ptr,
+    dx_ptr,
+    E,
+    R,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SCATTER: tl.constexpr,
+    DESC: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    num_m = tl.load(slots_in_use_ptr) // BM
+    num_n: tl.constexpr = (D + BN - 1) // BN
+    dgate_up = _rows_operand(dgate_up_ptr, R, 2 * F, BM, BK, DESC)
+    w1 = _weight_operand(w1_ptr, E, F, D, BK, BN, DESC)
+    w3 = _weight_operand(w3_ptr, E, F, D, BK, BN, DESC)
+    for tile in tl.range(
+        tl.program_id(0),
+        num_m * num_n,
+        tl.num_programs(0),
+        flatten=FLATTEN,
+        warp_specialize=WARP_SPECIALIZE,
+    ):
+        m, n = _tile_coordinates(tile, num_m, num_n, GROUP_M)
+        e = tl.load(expert_of_tile_ptr + m)
+        acc = tl.zeros((BM, BN), tl.float32)
+        # Where BK doesn't divide F the last dgate block reads into dup: the weight block is zero there.
+        for k in tl.range(0, F, BK):
+            a1 = _load_rows(dgate_up, m * BM, k, 2 * F, BM, BK, DESC)
+            b1 = _load_weight(w1, e, k, n * BN, F, D, BK, BN, DESC)
+            acc = tl.dot(a1, b1, acc, input_precision=PRECISION)
+            a3 = _load_rows(dgate_up, m * BM, F + k, 2 * F, BM, BK, DESC)
+            b3 = _load_weight(w3, e, k, n * BN, F, D, BK, BN, DESC)
+            acc = tl.dot(a3, b3, acc, input_precision=PRECISION)
+        rows = m * BM + tl.arange(0, BM)
+        if SCATTER:
+            picks = tl.load(pick_of_slot_ptr + rows)
+            _store_rows(dx_ptr, picks, n * BN, acc, D, D, BN, picks >= 0)
+        else:
+            _store_rows(dx_ptr, rows, n * BN, acc, D, D, BN, rows >= 0)
+
+
+@triton.jit
+def _weight_grad_kernel(
+    a_ptr,
+    b_ptr,
+    pick_of_slot_ptr,
+    segment_ptr,
+    out0_ptr,
+    out1_ptr,
+    E,
+    R,
+    K: tl.constexpr,
+    A_COLS: tl.constexpr,
+    B_COLS: tl.constexpr,
+    HALVES: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    GATHER_A: tl.constexpr,
+    GATHER_B: tl.constexpr,
+    DESC: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """out[e] = A_e^T B_e over the slots of e; the first A_COLS columns of A go to out0, the next (HALVES = 2) to out1."""
+    num_half: tl.constexpr = (A_COLS + BM - 1) // BM
+    num_m: tl.constexpr = num_half * HALVES
+    num_n: tl.constexpr = (B_COLS + BN - 1) // BN
+    ALL_A_COLS: tl.constexpr = A_COLS * HALVES
+    if not GATHER_A:
+        a_rows = _rows_operand(a_ptr, R, ALL_A_COLS, BK, BM, DESC)
+    if not GATHER_B:
+        b_rows = _rows_operand(b_ptr, R, B_COLS, BK, BN, DESC)
+    for tile in tl.range(
+        tl.program_id(0),
+        E * num_m * num_n,
+        tl.num_programs(0),
+        flatten=FLATTEN,
+        warp_specialize=WARP_SPECIALIZE,
+    ):
+        e = tile // (num_m * num_n)
+        m, n = _tile_coordinates(tile % (num_m * num_n), num_m, num_n, GROUP_M)
+        half = m // num_half
+        col_a = (m % num_half) * BM
+        first = tl.load(segment_ptr + e)
+        last = tl.load(segment_ptr + e + 1)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in tl.range(first, last, BK):
+            if GATHER_A or GATHER_B:
+                picks = tl.load(pick_of_slot_ptr + k + tl.arange(0, BK))
+            if GATHER_A:
+                a = _gather_rows(a_ptr, picks, half * A_COLS + col_a, K, ALL_A_COLS, BM)
+            else:
+                a = _load_rows(a_rows, k, half * A_COLS + col_a, ALL_A_COLS, BK, BM, DESC)
+            if GATHER_B:
+                b = _gather_rows(b_ptr, picks, n * BN, K, B_COLS, BN)
+            else:
+                b = _load_rows(b_rows, k, n * BN, B_COLS, BK, BN, DESC)
+            acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+        cols_a = col_a + tl.arange(0, BM)
+        rows = e.to(tl.int64) * A_COLS + cols_a
+        if HALVES == 1 or half == 0:
+            _store_rows(out0_ptr, rows, n * BN, acc, B_COLS, B_COLS, BN, cols_a < A_COLS)
+        else:
+            _store_rows(out1_ptr, rows, n * BN, acc, B_COLS, B_COLS, BN, cols_a < A_COLS)
+
+
+def _descriptors_fit(config: GemmConfig, *tensors: torch.Tensor) -> bool:
+    """Tensor descriptors need 16-byte aligned bases and rows."""
+    return config.descriptors and all(
+        t.shape[-1] * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in tensors
+    )
+
+
+def _precision(tensor: torch.Tensor) -> str:
+    """fp32 inputs follow torch's own switch for matrix products; 16-bit inputs don't care."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 and tensor.is_cuda else "ieee"
+
+
+def _grid(config: GemmConfig, device: torch.device, max_tiles: int) -> tuple[int]:
+    programs = num_programs(device) if config.persistent else 0
+    return (min(programs, max_tiles) if programs else max_tiles,)
+
+
+def _launch_options(config: GemmConfig, *tensors: torch.Tensor) -> dict:
+    return {
+        "BM": config.block_m,
+        "BN": config.block_n,
+        "BK": config.block_k,
+        "GROUP_M": config.group_m,
+        "DESC": _descriptors_fit(config, *tensors),
+        "FLATTEN": config.flatten,
+        "WARP_SPECIALIZE": config.warp_specialize,
+        "PRECISION": _precision(tensors[0]),
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+
+
+def gate_up(
+    x_TD: torch.Tensor,
+    w1_EFD: torch.Tensor,
+    w3_EFD: torch.Tensor,
+    plan: Plan,
+    config: GemmConfig,
+    save: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """h = silu(x W1^T) * (x W3^T) in slot order, and the pre-activations (empty unless `save`)."""
+    E, F, D = w1_EFD.shape
+    R = plan.pick_of_slot_R.shape[0]
+    K = plan.slot_of_pick_TK.shape[1]
+    h_RF = x_TD.new_empty(R, F)
+    gate_up_R2F = x_TD.new_empty(R if save else 0, 2 * F)
+    tiles = plan.expert_of_tile_M.shape[0] * triton.cdiv(F, config.block_n)
+    _gate_up_kernel[_grid(config, x_TD.device, tiles)](
+        x_TD,
+        plan.pick_of_slot_R,
+        plan.expert_of_tile_M,
+        plan.segment_E1[E:],
+        w1_EFD,
+        w3_EFD,
+        h_RF,
+        gate_up_R2F,
+        E,
+        R,
+        K=K,
+        D=D,
+        F=F,
+        GATHER=config.gather,
+        SAVE=save,
+        **_launch_options(config, x_TD, w1_EFD, w3_EFD),
+    )
+    return h_RF, gate_up_R2F
+
+
+def down(
+    h_RF: torch.Tensor, w2_EDF: torch.Tensor, weights_TK: torch.Tensor, plan: Plan, config: GemmConfig
+) -> torch.Tensor:
+    """y = h W2^T in slot order; for K = 1 times the routing weight and in token order (tokens without slot unwritten)."""
+    E, D, F = w2_EDF.shape
+    T, K = weights_TK.shape
+    R = h_RF.shape[0]
+    out = h_RF.new_empty(T if K == 1 else R, D)
+    tiles = plan.expert_of_tile_M.shape[0] * triton.cdiv(D, config.block_n)
+    _down_kernel[_grid(config, h_RF.device, tiles)](
+        h_RF,
+        plan.pick_of_slot_R,
+        plan.expert_of_tile_M,
+        plan.segment_E1[E:],
+        weights_TK,
+        w2_EDF,
+        out,
+        E,
+        R,
+        D=D,
+        F=F,
+        SCATTER=K == 1,
+        **_launch_options(config, h_RF, w2_EDF),
+    )
+    return out
+
+
+def down_backward(
+    dout_TD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    weights_TK: torch.Tensor,
+    gate_up_R2F: torch.Tensor,
+    plan: Plan,
+    config: GemmConfig,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradient through the down-projection, the routing weight and SwiGLU.
+
+    Returns:
+        dgate_up_R2F: gradients of the pre-activations.
+        weighted_h_RF: routing weight times h, the operand of W2's gradient.
+        dweight_RN: partial sums of the routing-weight gradient, one per column tile, fp32.
+    """
+    E, D, F = w2_EDF.shape
+    R = gate_up_R2F.shape[0]
+    num_n = triton.cdiv(F, config.block_n)
+    dgate_up_R2F = torch.empty_like(gate_up_R2F)
+    weighted_h_RF = gate_up_R2F.new_empty(R, F)
+    dweight_RN = torch.empty(R, num_n, dtype=torch.float32, device=gate_up_R2F.device)
+    tiles = plan.expert_of_tile_M.shape[0] * num_n
+    _down_backward_kernel[_grid(config, dout_TD.device, tiles)](
+        dout_TD,
+        plan.pick_of_slot_R,
+        plan.expert_of_tile_M,
+        plan.segment_E1[E:],
+        weights_TK,
+        w2_EDF,
+        gate_up_R2F,
+        dgate_up_R2F,
+        weighted_h_RF,
+        dweight_RN,
+        E,
+        R,
+        K=weights_TK.shape[1],
+        D=D,
+        F=F,
+        GATHER=config.gather,
+        **_launch_options(config, dout_TD, w2_EDF),
+    )
+    return dgate_up_R2F, weighted_h_RF, dweight_RN
+
+
+def gate_up_backward(
+    dgate_up_R2F: torch.Tensor, w1_EFD: torch.Tensor, w3_EFD: torch.Tensor, plan: Plan, config: GemmConfig
+) -> torch.Tensor:
+    """dx = dgate W1 + dup W3 in slot order; for K = 1 in token order (tokens without slot unwritten)."""
+    E, F, D = w1_EFD.shape
+    T, K = plan.slot_of_pick_TK.shape
+    R = dgate_up_R2F.shape[0]
+    dx = dgate_up_R2F.new_empty(T if K == 1 else R, D)
+    tiles = plan.expert_of_tile_M.shape[0] * triton.cdiv(D, config.block_n)
+    _gate_up_backward_kernel[_grid(config, dx.device, tiles)](
+        dgate_up_R2F,
+        plan.pick_of_slot_R,
+        plan.expert_of_tile_M,
+        plan.segment_E1[E:],
+        w1_EFD,
+        w3_EFD,
+        dx,
+        E,
+        R,
+        D=D,
+        F=F,
+        SCATTER=K == 1,
+        **_launch_options(config, dgate_up_R2F, w1_EFD, w3_EFD),
+    )
+    return dx
+
+
+def gate_up_weight_grad(
+    dgate_up_R2F: torch.Tensor, x_TD: torch.Tensor, plan: Plan, config: GemmConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dW1 = dgate^T x and dW3 = dup^T x per expert, one launch; x gathered by the loads."""
+    E = plan.segment_E1.shape[0] - 1
+    F, D = dgate_up_R2F.shape[1] // 2, x_TD.shape[1]
+    dw1_EFD, dw3_EFD = x_TD.new_empty(E, F, D), x_TD.new_empty(E, F, D)
+    tiles = 2 * E * triton.cdiv(F, config.block_m) * triton.cdiv(D, config.block_n)
+    _weight_grad_kernel[_grid(config, x_TD.device, tiles)](
+        dgate_up_R2F,
+        x_TD,
+        plan.pick_of_slot_R,
+        plan.segment_E1,
+        dw1_EFD,
+        dw3_EFD,
+        E,
+        dgate_up_R2F.shape[0],
+        K=plan.slot_of_pick_TK.shape[1],
+        A_COLS=F,
+        B_COLS=D,
+        HALVES=2,
+        GATHER_A=False,
+        GATHER_B=config.gather,
+        **_launch_options(config, dgate_up_R2F, x_TD),
+    )
+    return dw1_EFD, dw3_EFD
+
+
+def down_weight_grad(
+    dout_TD: torch.Tensor, weighted_h_RF: torch.Tensor, plan: Plan, config: GemmConfig
+) -> torch.Tensor:
+    """dW2 = dout^T (weight * h) per expert; dout gathered by the loads."""
+    E = plan.segment_E1.shape[0] - 1
+    D, F = dout_TD.shape[1], weighted_h_RF.shape[1]
+    dw2_EDF = dout_TD.new_empty(E, D, F)
+    tiles = E * triton.cdiv(D, config.block_m) * triton.cdiv(F, config.block_n)
+    _weight_grad_kernel[_grid(config, dout_TD.device, tiles)](
+        dout_TD,
+        weighted_h_RF,
+        plan.pick_of_slot_R,
+        plan.segment_E1,
+        dw2_EDF,
+        dw2_EDF,
+        E,
+        weighted_h_RF.shape[0],
+        K=plan.slot_of_pick_TK.shape[1],
+        A_COLS=D,
+        B_COLS=F,
+        HALVES=1,
+        GATHER_A=config.gather,
+        GATHER_B=False,
+        **_launch_options(config, dout_TD, weighted_h_RF),
+    )
+    return dw2_EDF

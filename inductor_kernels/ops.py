@@ -1,0 +1,235 @@
+"""The ops as torch sees them: registration, fake outputs, autograd, and the choice of kernels or reference.
+
+`inductor_kernels::moe_experts` and `..._backward` are opaque to the tracer and have static output shapes, so they work
+under `torch.compile(fullgraph=True)`, CUDA graphs and activation checkpointing, and never read a value on the host.
+
+Shape suffixes: T tokens, K picks per token, D model width, F expert width, E local experts, R slots, M row tiles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+
+from . import reference
+from .configs import layer_config
+from .plan import Plan, num_slots
+
+Path = Literal["triton", "reference"]
+
+_log = logging.getLogger(__name__)
+_path_of_device: dict[str, Path] = {}
+_forced_path: Path | None = None
+
+
+def kernel_path(device: torch.device) -> Path:
+    """The path that ops on `device` take; decided once per device type, with one log line."""
+    if _forced_path is not None:
+        return _forced_path
+    if device.type not in _path_of_device:
+        path: Path = "reference"
+        reason = "no Triton kernels for this device type"
+        if device.type in ("cuda", "xpu"):
+            try:
+                importlib.import_module(f"{__package__}.layer")
+                path, reason = "triton", "hand-written kernels"
+            except ImportError as error:
+                reason = f"Triton cannot be imported: {error}"
+        _path_of_device[device.type] = path
+        _log.info("MoE experts on %s: %s path (%s)", device.type, path, reason)
+    return _path_of_device[device.type]
+
+
+@contextlib.contextmanager
+def use_path(path: Path) -> Iterator[None]:
+    """Force one path inside the block, for tests and A/B timing; a failing kernel then raises instead of falling back."""
+    global _forced_path
+    previous, _forced_path = _forced_path, path
+    try:
+        yield
+    finally:
+        _forced_path = previous
+
+
+def _run(function: str, device: torch.device, *args: Any) -> Any:
+    """`function` of layer.py, or of reference.py where the kernels are missing or raise."""
+    if kernel_path(device) == "triton":
+        try:
+            return getattr(importlib.import_module(f"{__package__}.layer"), function)(*args)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if _forced_path is not None:
+                raise
+            _path_of_device[device.type] = "reference"
+            _log.warning("MoE experts on %s: reference path from now on, the kernels raised %r", device.type, error)
+    return getattr(reference, function)(*args)
+
+
+@torch.library.custom_op("inductor_kernels::moe_experts", mutates_args=())
+def _moe_experts(
+    x_TD: torch.Tensor,
+    topk_ids_TK: torch.Tensor,
+    topk_weights_TK: torch.Tensor,
+    w1_EFD: torch.Tensor,
+    w3_EFD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    max_rows: int,
+    save: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    x_TD, topk_ids_TK, topk_weights_TK = x_TD.contiguous(), topk_ids_TK.contiguous(), topk_weights_TK.contiguous()
+    w1_EFD, w3_EFD, w2_EDF = w1_EFD.contiguous(), w3_EFD.contiguous(), w2_EDF.contiguous()
+    device = x_TD.device
+    row_tile = layer_config(device, x_TD.dtype).row_tile
+    if topk_ids_TK.numel() == 0:
+        plan = reference.build_plan(topk_ids_TK, w1_EFD.shape[0], row_tile, max_rows)
+        out_TD, gate_up_R2F = torch.zeros_like(x_TD), x_TD.new_empty(plan.pick_of_slot_R.shape[0], 2 * w1_EFD.shape[1])
+    else:
+        plan = _run("build_plan", device, topk_ids_TK, w1_EFD.shape[0], row_tile, max_rows)
+        out_TD, gate_up_R2F = _run("forward", device, x_TD, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF, plan, save)
+    return out_TD, gate_up_R2F, *plan
+
+
+@_moe_experts.register_fake
+def _(x_TD, topk_ids_TK, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF, max_rows, save):
+    E, F, _ = w1_EFD.shape
+    row_tile = layer_config(x_TD.device, x_TD.dtype).row_tile
+    R = num_slots(topk_ids_TK.numel(), E, row_tile, max_rows)
+    return (
+        torch.empty_like(x_TD, memory_format=torch.contiguous_format),
+        x_TD.new_empty(R if save else 0, 2 * F),
+        topk_ids_TK.new_empty(topk_ids_TK.shape, dtype=torch.int32),
+        topk_ids_TK.new_empty(R, dtype=torch.int32),
+        topk_ids_TK.new_empty(E + 1, dtype=torch.int32),
+        topk_ids_TK.new_empty(R // row_tile, dtype=torch.int32),
+    )
+
+
+@torch.library.custom_op("inductor_kernels::moe_experts_backward", mutates_args=())
+def _moe_experts_backward(
+    dout_TD: torch.Tensor,
+    x_TD: torch.Tensor,
+    topk_weights_TK: torch.Tensor,
+    w1_EFD: torch.Tensor,
+    w3_EFD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    gate_up_R2F: torch.Tensor,
+    slot_of_pick_TK: torch.Tensor,
+    pick_of_slot_R: torch.Tensor,
+    segment_E1: torch.Tensor,
+    expert_of_tile_M: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    inputs = (dout_TD, x_TD, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF)
+    if topk_weights_TK.numel() == 0:
+        return tuple(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in inputs[1:])
+    plan = Plan(slot_of_pick_TK, pick_of_slot_R, segment_E1, expert_of_tile_M)
+    return _run("backward", x_TD.device, *(t.contiguous() for t in inputs), gate_up_R2F, plan)
+
+
+@_moe_experts_backward.register_fake
+def _(dout_TD, x_TD, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF, *saved):
+    inputs = (x_TD, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF)
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs)
+
+
+def _setup_context(ctx, inputs, output):
+    x_TD, _, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF, *_ = inputs
+    _, gate_up_R2F, *plan = output
+    ctx.save_for_backward(x_TD, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF, gate_up_R2F, *plan)
+    # The saved outputs get no gradient: without this, torch would fill one of size R x 2F with zeros.
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dout_TD, *_):
+    if dout_TD is None:
+        return (None,) * 8
+    dx_TD, dweights_TK, dw1_EFD, dw3_EFD, dw2_EDF = _moe_experts_backward(dout_TD, *ctx.saved_tensors)
+    return dx_TD, None, dweights_TK, dw1_EFD, dw3_EFD, dw2_EDF, None, None
+
+
+_moe_experts.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _check(x_TD, ids_TK, weights_TK, w1_EFD, w3_EFD, w2_EDF) -> None:
+    E, F, D = w1_EFD.shape
+    if w3_EFD.shape != (E, F, D) or w2_EDF.shape != (E, D, F):
+        raise ValueError(
+            f"expert weights must be w1 (E, F, D), w3 (E, F, D), w2 (E, D, F); got {tuple(w1_EFD.shape)}, "
+            f"{tuple(w3_EFD.shape)}, {tuple(w2_EDF.shape)}"
+        )
+    if x_TD.ndim != 2 or x_TD.shape[1] != D:
+        raise ValueError(f"x must be (T, {D}) to match the expert weights, got {tuple(x_TD.shape)}")
+    if ids_TK.ndim != 2 or ids_TK.shape[0] != x_TD.shape[0] or weights_TK.shape != ids_TK.shape:
+        raise ValueError(
+            f"expert ids and routing weights must both be (T, K) with T = {x_TD.shape[0]}, "
+            f"got {tuple(ids_TK.shape)} and {tuple(weights_TK.shape)}"
+        )
+    dtypes = {t.dtype for t in (x_TD, w1_EFD, w3_EFD, w2_EDF)}
+    if len(dtypes) != 1:
+        raise ValueError(f"x and the expert weights must have one dtype, got {sorted(map(str, dtypes))}: cast x first")
+    if ids_TK.is_floating_point() or not weights_TK.is_floating_point():
+        raise ValueError(f"expert ids must be integers and weights floats, got {ids_TK.dtype} and {weights_TK.dtype}")
+
+
+def moe_experts(
+    x_TD: torch.Tensor,
+    topk_ids_TK: torch.Tensor,
+    topk_weights_TK: torch.Tensor,
+    w1_EFD: torch.Tensor,
+    w3_EFD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    *,
+    max_rows: int | None = None,
+) -> torch.Tensor:
+    """Routed SwiGLU experts: out[t] = sum_k weights[t, k] * W2_e (silu(W1_e x[t]) * W3_e x[t]) with e = ids[t, k].
+
+    Differentiable in x, the routing weights and the expert weights. Deterministic; no host synchronisation.
+
+    Args:
+        x_TD: (T, D) tokens, in the dtype of the expert weights (bf16, fp16 or fp32; sums are fp32).
+        topk_ids_TK: (T, K) integer expert ids. An id outside [0, E) isn't local: its pick contributes nothing.
+        topk_weights_TK: (T, K) routing weights, any float dtype.
+        w1_EFD: (E, F, D) gate projection. w3_EFD: (E, F, D) up projection. w2_EDF: (E, D, F) down projection.
+        max_rows: upper bound on the local picks, where the caller knows one below T*K; it bounds the memory of the
+            intermediate rows. If there are more, the output rows of the tokens left out are NaN.
+
+    Returns:
+        (T, D) in the dtype of x.
+
+    Raises:
+        ValueError: shapes or dtypes that don't fit together.
+    """
+    _check(x_TD, topk_ids_TK, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF)
+    tensors = (x_TD, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF)
+    save = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    bound = -1 if max_rows is None else max_rows
+    return _moe_experts(x_TD, topk_ids_TK, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF, bound, save)[0]
+
+
+def sorted_experts(
+    x_RD: torch.Tensor,
+    num_tokens_per_expert_E: torch.Tensor,
+    w1_EFD: torch.Tensor,
+    w3_EFD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+) -> torch.Tensor:
+    """SwiGLU experts on rows already sorted by expert, as behind an all-to-all dispatcher; see `moe_experts`.
+
+    Args:
+        x_RD: (R, D) rows, those of expert 0 first.
+        num_tokens_per_expert_E: (E,) row counts on the same device, of any integer or float dtype. Rows past their sum
+            give zero rows and take no part in any gradient.
+
+    Returns:
+        (R, D) expert outputs, unweighted, in the dtype of x.
+    """
+    ends_E = num_tokens_per_expert_E.cumsum(0).to(torch.int64)
+    rows_R = torch.arange(x_RD.shape[0], device=x_RD.device)
+    ids_R1 = torch.searchsorted(ends_E, rows_R, right=True)[:, None]
+    ones_R1 = torch.ones(ids_R1.shape, dtype=torch.float32, device=x_RD.device)
+    return moe_experts(x_RD, ids_R1, ones_R1, w1_EFD, w3_EFD, w2_EDF)
