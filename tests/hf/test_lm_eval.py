@@ -20,7 +20,7 @@ metric_list:
 
 
 def test_lm_eval_scores_an_exported_model_as_we_do(saved, tmp_path):
-    model, args, checkpoint = saved("moe", init_std=0.3)
+    model, _, checkpoint = saved("moe", init_std=0.3)
     folder = export(ExportOptions(checkpoint=checkpoint, output=tmp_path / "hf", dtype="float32"))
     questions = ["It is a truth", "She was", "Mr. Darcy", "The ball at", "They had", "Her sister"]
     choices = [" universally acknowledged", " handsome, clever, and rich", " a"]
@@ -36,7 +36,13 @@ def test_lm_eval_scores_an_exported_model_as_we_do(saved, tmp_path):
     (tmp_path / "task" / "local.yaml").write_text(TASK.replace("DATA", str(tmp_path / "test.jsonl")))
 
     command = [sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args"]
-    command += [f"pretrained={folder},dtype=float32", "--tasks", "local_choice", "--include_path", str(tmp_path / "task")]
+    command += [
+        f"pretrained={folder},dtype=float32",
+        "--tasks",
+        "local_choice",
+        "--include_path",
+        str(tmp_path / "task"),
+    ]
     command += ["--device", "cpu", "--batch_size", "2", "--output_path", str(tmp_path / "scores")]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
     done = subprocess.run(command, env=os.environ | offline, capture_output=True, text=True, timeout=300)

@@ -4,15 +4,15 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
+from rich.console import Console
 from rich.progress import Progress
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torchtitan.tools.logging import logger
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from mula_titan.hf.adapter import check_expert_bias
 from mula_titan.hf.checkpoint_info import read_checkpoint_info
@@ -30,10 +30,10 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 class ExportOptions:
     """Write a training checkpoint as a Hugging Face folder that transformers loads."""
 
-    checkpoint: Positional[Path]
+    checkpoint: Positional[Annotated[Path, arg(metavar="CHECKPOINT")]]
     """Checkpoint folder, for example outputs/checkpoint/step-1000."""
 
-    output: Positional[Path]
+    output: Positional[Annotated[Path, arg(metavar="DIR")]]
     """Folder to write; it appears only when it is complete."""
 
     dtype: Literal["bfloat16", "float32", "keep"] = "bfloat16"
@@ -53,7 +53,14 @@ class ExportOptions:
 
 
 class _Checkpoint:
-    """Model tensors of a DCP folder, read one at a time in this process alone."""
+    """Model tensors of a DCP folder, read one at a time in this process alone.
+
+    Args:
+        folder: a DCP folder; whatever it holds beside the model is named in ``others``.
+
+    Raises:
+        ValueError: no complete checkpoint.
+    """
 
     def __init__(self, folder: Path) -> None:
         if not (folder / ".metadata").is_file():
@@ -61,14 +68,12 @@ class _Checkpoint:
         self._reader = _MetadataOnceReader(folder)
         stored = self._reader.read_metadata().state_dict_metadata
         self.tensors: dict[str, TensorStorageMetadata] = {}
-        others = set()
+        self.others: set[str] = set()
         for key, entry in stored.items():
             if is_model_key(key) and isinstance(entry, TensorStorageMetadata):
                 self.tensors[key] = entry
             else:
-                others.add(key.partition(".")[0])
-        if others:
-            logger.info(f"Not exported, since it is no part of the model: {', '.join(sorted(others))}")
+                self.others.add(key.partition(".")[0])
         torn = [key for key, entry in self.tensors.items() if _stored_elements(entry) != entry.size.numel()]
         if torn:
             raise ValueError(f"{folder} is incomplete: parts of {torn} were never saved. Use another checkpoint.")
@@ -123,11 +128,12 @@ def export(options: ExportOptions) -> Path:
     if options.shard_gb <= 0:
         raise ValueError(f"shard_gb = {options.shard_gb}: must be positive")
     check_target(options.output, overwrite=options.overwrite, marker="config.json")
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
     checkpoint = _Checkpoint(options.checkpoint)
     info = read_checkpoint_info(options.checkpoint)
     tokenizer = options.tokenizer or (Path(info.hf_assets_path) if info.hf_assets_path else None)
     if tokenizer is None:
-        logger.warning("The checkpoint names no tokenizer: none is exported. Add one with --tokenizer FOLDER.")
+        console.print("The checkpoint names no tokenizer, so none is exported. Add one with --tokenizer FOLDER.")
     check_description(info.args, tokenizer)
     tensors = hf_tensors(info.args)
     _check(checkpoint, info.args, options)
@@ -135,9 +141,12 @@ def export(options: ExportOptions) -> Path:
     files = _split_into_files(tensors, dtypes, limit=int(options.shard_gb * 1e9))
 
     with complete_folder(options.output) as folder:
-        _write_weights(folder, checkpoint, files, dtypes)
+        _write_weights(folder, checkpoint, files, dtypes, console)
         write_description(folder, info.args, tokenizer, dtypes[EMBEDDING])
-    logger.info(f"Exported {options.checkpoint} to {options.output} ({len(files)} weight files)")
+    count = sum(map(len, files.values()))
+    console.print(f"{options.output}: {count} tensors in {len(files)} files")
+    if checkpoint.others:
+        console.print(f"Not exported, since they are no part of the model: {', '.join(sorted(checkpoint.others))}")
     return options.output
 
 
@@ -177,11 +186,15 @@ def _split_into_files(
 
 
 def _write_weights(
-    folder: Path, checkpoint: _Checkpoint, files: dict[str, list[HFTensor]], dtypes: dict[str, torch.dtype]
+    folder: Path,
+    checkpoint: _Checkpoint,
+    files: dict[str, list[HFTensor]],
+    dtypes: dict[str, torch.dtype],
+    console: Console,
 ) -> None:
     values = _read_in_order([tensor for group in files.values() for tensor in group], checkpoint, dtypes)
     sizes = {name: sum(t.shape.numel() * dtypes[t.native].itemsize for t in group) for name, group in files.items()}
-    with Progress() as progress:
+    with Progress(console=console) as progress:
         bar = progress.add_task("Exporting", total=sum(sizes.values()))
         for file_name, group in files.items():
             with SafetensorsFile(folder / file_name, {t.name: (dtypes[t.native], t.shape) for t in group}) as file:

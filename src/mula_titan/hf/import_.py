@@ -10,17 +10,17 @@ import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from rich.console import Console
 from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torchtitan.tools.logging import logger
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from mula_titan.hf.checkpoint_info import write_checkpoint_info
 from mula_titan.hf.hf_config import changes_from_flavor, from_hf_config
@@ -36,10 +36,10 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 class ImportOptions:
     """Turn a Hugging Face OLMo or OLMoE folder into a checkpoint that training starts from."""
 
-    source: Positional[Path]
+    source: Positional[Annotated[Path, arg(metavar="HF_DIR")]]
     """Folder with config.json and safetensors files."""
 
-    checkpoint: Positional[Path]
+    checkpoint: Positional[Annotated[Path, arg(metavar="CHECKPOINT")]]
     """Checkpoint folder to write. outputs/checkpoint/step-0 is found by a run with that output folder; any other place
     is named to it as checkpoint.initial_load_path."""
 
@@ -165,6 +165,7 @@ def import_checkpoint(options: ImportOptions) -> Path:
             left over or of another shape than the configuration says, or an occupied checkpoint folder.
     """
     check_target(options.checkpoint, overwrite=options.overwrite, marker=".metadata")
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
     args = from_hf_config(_read_json(options.source / "config.json"))
     # With a rate, the model has the biases.
     shapes = native_shapes(replace(args, expert_bias_rate=1.0))
@@ -178,15 +179,14 @@ def import_checkpoint(options: ImportOptions) -> Path:
             if HEAD in found and torch.equal(files.read(HEAD), files.read(parts[EMBEDDING][0].name)):
                 del found[HEAD]  # some checkpoints store the tied matrix twice
         check_tensors(found, expected, str(options.source))
-        with Progress() as progress, warnings.catch_warnings():
+        with Progress(console=console) as progress, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what no_dist asks for
             planner = _StreamingPlanner(files, shapes, parts, progress)
             dcp.save({}, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
         has_tokenizer = (options.source / "tokenizer.json").is_file()
         write_checkpoint_info(folder, args, str(options.source) if has_tokenizer else None)
     settings = " ".join(f"--model.{name} {value}" for name, value in changes_from_flavor(args).items())
-    logger.info(f"Imported {options.source} to {options.checkpoint}")
-    logger.info(f"Train it with --model.flavor {args.flavor} {settings}".rstrip())
+    console.print(f"{options.checkpoint}: train it with --model.flavor {args.flavor} {settings}".rstrip())
     return options.checkpoint
 
 
