@@ -1,6 +1,6 @@
 """mula-titan: pretraining of Mixture-of-Experts language models as a torchtitan project.
 
-Importing this package tells torchtitan which device it runs on (CPU included), so import it before torchtitan.
+Importing this package lets torchtitan run on a CPU host too; on others it changes nothing.
 What other torchtitan projects use: :class:`MulaModel` and :func:`model_registry` (the models), :class:`MulaTrainer`
 (the training loop) and the components under ``mula_titan.components`` and ``mula_titan.data``.
 """

@@ -9,6 +9,7 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
 
+from mula_titan.runtime import select_device
 from mula_titan.toml_config import ConfigError, Values
 from mula_titan.trainer import MulaTrainer
 
@@ -146,6 +147,14 @@ def _model_fits(config: MulaTrainer.Config) -> Iterator[Problem]:
             "model.load_balance_per_layer",
             "the loss over all layers' tokens needs every layer on one pipeline stage; set true, or "
             "pipeline_parallel_degree = 1",
+        )
+    if p.context_parallel_degree > 1 and select_device() == "cpu":
+        yield "parallelism.context_parallel_degree", "torch has no context-parallel attention for CPUs; set 1"
+    if p.context_parallel_degree > 1 and model.num_experts and (model.load_balance_loss or model.router_z_loss):
+        yield (
+            "parallelism.context_parallel_degree",
+            "the router losses would see a part of each sequence; set model.load_balance_loss = 0 and "
+            "model.router_z_loss = 0 and balance by model.expert_bias_rate, or set 1",
         )
     if p.context_parallel_degree > 1 and model.document_mask and model.attention == "sdpa":
         yield (

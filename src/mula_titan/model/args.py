@@ -77,8 +77,8 @@ class MulaArgs:
     expert_bias_rate: float = 0.0
     """Step of the bias-based balancing without auxiliary loss (arXiv 2408.15664); 0 turns it off."""
 
-    expert_kernel: Literal["auto", "reference"] = "auto"
-    """Routed experts: Triton kernels where the device has them, or always the eager reference."""
+    expert_dispatch: Literal["all_to_all", "all_gather"] = "all_to_all"
+    """How tokens reach the experts of other ranks: each to its experts, or all to all ranks (no host synchronisation)."""
 
     @property
     def head_dim(self) -> int:

@@ -7,20 +7,24 @@ from torchtitan.models.common.attention import FlexAttention, GQAttention, QKVLi
 from torchtitan.models.common.embedding import Embedding
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
-from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.nn_modules import LayerNorm, RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.common.rope import CosSinRoPE
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.protocols.model_spec import ModelSpec
 
+from mula_titan.components.experts import KernelGroupedExperts, KernelRoutedExperts
 from mula_titan.components.load_balance import register_load_balancing
+from mula_titan.components.token_dispatcher import AllGatherTokenDispatcher
 from mula_titan.hf.adapter import MulaStateDictAdapter
 from mula_titan.model.args import MulaArgs, make_args
 from mula_titan.model.attention import FullWidthRMSNorm, MaskedAttention, NormedQKVLinear
 from mula_titan.model.model import MulaBlock, MulaModel
 from mula_titan.model.moe import Float32Linear, MulaMoE, Router
 from mula_titan.model.parallelize import parallelize_mula
+
+DISPATCHERS = {"all_to_all": AllToAllTokenDispatcher.Config, "all_gather": AllGatherTokenDispatcher.Config}
+"""Values of ``model.expert_dispatch``."""
 
 # MulaModel.init_states gives every parameter its value; the modules' own initialisers would be overwritten.
 _LATER: dict[str, Any] = {"weight": skip_param_init}
@@ -79,14 +83,14 @@ def _moe(args: MulaArgs) -> MulaMoE.Config:
             route_norm=args.route_norm,
             gate=Float32Linear.Config(in_features=args.dim, out_features=args.num_experts, param_init=_LATER),
         ),
-        routed_experts=RoutedExperts.Config(
-            inner_experts=GroupedExperts.Config(
+        routed_experts=KernelRoutedExperts.Config(
+            inner_experts=KernelGroupedExperts.Config(
                 dim=args.dim,
                 hidden_dim=args.ffn_dim,
                 num_experts=args.num_experts,
                 param_init={name: skip_param_init for name in ("w1_EFD", "w2_EDF", "w3_EFD")},
             ),
-            token_dispatcher=AllToAllTokenDispatcher.Config(num_experts=args.num_experts, top_k=args.top_k),
+            token_dispatcher=DISPATCHERS[args.expert_dispatch](num_experts=args.num_experts, top_k=args.top_k),
         ),
     )
 

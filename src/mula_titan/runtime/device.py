@@ -1,8 +1,8 @@
 """Device selection: XPU (xccl), CUDA (nccl) or CPU (gloo).
 
 torchtitan 0.3.0 fixes ``device_type`` and ``device_module`` when ``torchtitan.tools.utils`` is imported and copies them
-by name into other modules. It has no CPU entry. :func:`select_device` therefore runs before any other torchtitan import
-and, on a CPU host, puts a CPU device module and CPU answers in the places that ask for an accelerator.
+by name into other modules. It has no CPU entry: on a CPU host it says "cuda". :func:`select_device` puts a CPU device
+module and CPU answers in the places that ask for an accelerator.
 """
 
 import os
@@ -106,7 +106,6 @@ def select_device() -> str:
 
     Raises:
         ValueError: ``MULA_TITAN_DEVICE`` names an unknown device type or one that this host lacks.
-        RuntimeError: torchtitan was imported first on a host where its own choice is wrong.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     found = accelerator.type if accelerator is not None else "cpu"
@@ -121,21 +120,15 @@ def select_device() -> str:
     if device_type != "cpu":
         return device_type
 
-    late = "torchtitan.distributed.utils" in sys.modules
+    import torchtitan.distributed.utils as titan_dist_utils
     import torchtitan.tools.utils as titan_utils
 
-    if titan_utils.device_type == "cpu":
-        return "cpu"
-    if late:
-        raise RuntimeError(
-            "torchtitan was imported before mula_titan on a CPU host, where it assumes CUDA. Import mula_titan first, "
-            "or start the program with `python -m mula_titan.runtime MODULE ARGS`."
-        )
-    titan_utils.device_type = "cpu"
-    titan_utils.device_module = CpuDeviceModule
-    titan_utils.get_peak_flops = lambda device_name: measured_cpu_flops()
-
-    import torchtitan.distributed.utils as titan_dist_utils
-
     titan_dist_utils.set_pg_timeouts = _set_pg_timeouts_cpu
+    titan_utils.get_peak_flops = lambda device_name: measured_cpu_flops()
+    # torchtitan's modules copy these two names from tools.utils when they are imported; later imports copy ours.
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torchtitan.") and hasattr(module, "device_type"):
+            module.device_type = "cpu"  # type: ignore[attr-defined]
+            if hasattr(module, "device_module"):
+                module.device_module = CpuDeviceModule  # type: ignore[attr-defined]
     return "cpu"

@@ -1,0 +1,60 @@
+"""Start gloo ranks once, run many cases on them, bring the results back."""
+
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+Case = tuple[str, Any]
+"""Name and argument of one case."""
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _rank_main(
+    rank: int, world: int, port: int, function: Callable[[Any], Any], cases: list[Case], folder: str
+) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    torch.set_num_threads(1)
+    import mula_titan  # noqa: F401
+    from mula_titan.runtime.logs import set_up_logging
+
+    set_up_logging()
+    torch.autograd.set_multithreading_enabled(False)  # as torchtitan's init_distributed does
+    dist.init_process_group("gloo")
+    for name, argument in cases:
+        try:
+            result = function(argument)
+        except Exception:
+            result = traceback.format_exc()
+        torch.save(result, Path(folder) / f"{name}.{rank}.pt")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_on_ranks(world: int, function: Callable[[Any], Any], cases: list[Case], folder: Path) -> dict[str, list[Any]]:
+    """Run ``function(argument)`` for every case on ``world`` ranks that are started once.
+
+    Returns:
+        Results by case, a list over ranks. A rank whose function raised gives the traceback as a string.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    mp.start_processes(
+        _rank_main, args=(world, _free_port(), function, cases, str(folder)), nprocs=world, start_method="spawn"
+    )
+    return {
+        name: [torch.load(folder / f"{name}.{rank}.pt", weights_only=False) for rank in range(world)]
+        for name, _ in cases
+    }
