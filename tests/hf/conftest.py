@@ -2,28 +2,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-import torch.nn.functional as F
 from torch import nn
 
 from mula_titan import MulaArgs
 from tests.hf.tiny_models import random_model, save, tiny_args
-
-
-@pytest.fixture(autouse=True)
-def _float32_experts(monkeypatch):
-    from torchtitan.models.common.moe import GroupedExperts
-
-    def forward(self, x_RD, counts_E):
-        parts = x_RD.split(counts_E.tolist())
-        return torch.cat(
-            [
-                F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
-                for x, w1, w2, w3 in zip(parts, self.w1_EFD, self.w2_EDF, self.w3_EFD, strict=True)
-            ]
-        )
-
-    monkeypatch.setattr(GroupedExperts, "forward", forward)
 
 
 @pytest.fixture
