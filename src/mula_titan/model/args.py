@@ -78,7 +78,7 @@ class MulaArgs:
     """Step of the bias-based balancing without auxiliary loss (arXiv 2408.15664); 0 turns it off."""
 
     expert_dispatch: Literal["all_to_all", "all_gather"] = "all_to_all"
-    """How tokens reach the experts of other ranks: each to its experts, or all to all ranks (no host synchronisation)."""
+    """How tokens reach experts of other ranks: each to its experts, or all to all ranks without host synchronisation."""
 
     @property
     def head_dim(self) -> int:
