@@ -51,10 +51,11 @@ class MulaTrainer(Trainer):
         self.checkpointer.model_info = {"args": config.model, "hf_assets_path": config.hf_assets_path}
         self._global_valid_tokens: torch.Tensor | None = None
         self._data_ended = False
+        self.metrics_processor.num_layers, self.metrics_processor.top_k = config.model.n_layers, config.model.top_k
 
     def forward_backward_step(self, *, input_dict: Any, labels: Any, global_valid_tokens: torch.Tensor) -> torch.Tensor:
         """As torchtitan's; the token count of the step is kept for the router losses of its micro-batches."""
-        self._global_valid_tokens = global_valid_tokens
+        self._global_valid_tokens = self.metrics_processor.step_valid_tokens = global_valid_tokens
         return super().forward_backward_step(
             input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
         )

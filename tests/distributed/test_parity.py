@@ -3,6 +3,7 @@
 The reference is plain torch (``training.reference``); the parallel side is the program's own trainer.
 """
 
+from dataclasses import asdict
 from functools import cache
 from typing import Any
 
@@ -24,6 +25,7 @@ BATCH = "training.local_batch_size"
 AC = "activation_checkpoint.mode"
 
 ALL_GATHER = {"expert_dispatch": "all_gather"}
+GLOBAL = {"load_balance_scope": "global_batch"}
 PER_LAYER = {"load_balance_per_layer": True}
 DENSE = {"num_experts": 0, "top_k": 0, "norm": "layer_no_affine", "qk_norm": False}
 
@@ -42,6 +44,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "per_layer": {"model": PER_LAYER},
         "route_norm_gqa": {"model": {"route_norm": True, "n_kv_heads": 2}},
         "tied": {"model": {"tie_embeddings": True}},
+        "local_batch": {"model": {"load_balance_scope": "local_batch"}},
         "causal": {"model": {"document_mask": False}},
     },
     2: {
@@ -69,6 +72,9 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "hsdp": {"flags": {REPLICATE: 2}},
         "hsdp_ep": {"flags": {REPLICATE: 2, EP: 2}},
         "ep2": {"flags": {EP: 2}},
+        # The reference sees the four ranks' micro-batches as one: the statistics of a step without accumulation.
+        "global_batch": {"flags": {EP: 2}, "model": GLOBAL, "reference_micro_batch": 8},
+        "global_batch_tp": {"flags": {TP: 2, EP: 2, BATCH: 4}, "model": GLOBAL, "reference_micro_batch": 8},
         "ep_is_world": {"flags": {EP: 4}},
         "ep_is_world_all_gather": {"flags": {EP: 4}, "model": ALL_GATHER},
         "ep4_tp2_all_gather": {"flags": {EP: 4, TP: 2}, "model": ALL_GATHER},
@@ -156,6 +162,10 @@ def test_equals_one_process(world: int, name: str, results: Any, expected: Any) 
     biases = _merged(ranks, "biases")
     assert biases.keys() == want.biases.keys()
     assert all(torch.allclose(biases[n], want.biases[n], rtol=0, atol=1e-7) for n in biases)
+    for result in ranks:
+        assert len(result.reports) == len(want.reports)
+        for got_step, want_step in zip(result.reports, want.reports, strict=True):
+            assert [asdict(r) for r in got_step] == [pytest.approx(asdict(r), rel=1e-4) for r in want_step]
     gradients = _merged(ranks, "gradients")
     assert gradients.keys() == want.gradients.keys()
     _assert_close(gradients, want.gradients, 1e-5, "gradient of")

@@ -15,7 +15,13 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed.utils import clip_grad_norm_
 
-from mula_titan.components.load_balance import reduced_counts, update_expert_bias
+from mula_titan.components.load_balance import (
+    RouterReport,
+    moe_layers,
+    reduced_counts,
+    router_report,
+    update_expert_bias,
+)
 from mula_titan.data.loader import TokenDataLoader, TokenSource
 from mula_titan.model import model_registry
 from mula_titan.toml_config import load_config
@@ -54,6 +60,7 @@ class Layout:
     model: dict[str, Any] = field(default_factory=dict)
     flags: dict[str, Any] = field(default_factory=dict)
     flavor: str = "mula_debug"
+    reference_micro_batch: int = MICRO_BATCH
 
 
 @dataclass
@@ -69,6 +76,8 @@ class Result:
     weights: dict[str, torch.Tensor]
     counts: dict[str, torch.Tensor]
     biases: dict[str, torch.Tensor]
+    reports: list[list[RouterReport]]
+    """Of each step, all layers on every rank."""
 
 
 def write_tokens(folder: Path) -> str:
@@ -120,7 +129,7 @@ def train(layout: Layout) -> Result:
         config, values = load_config(None, _flags(layout, folder))
         validate(config, values, dist.get_world_size())
         trainer = config.build()
-        result = Result([], [], {}, {}, {}, {})
+        result = Result([], [], {}, {}, {}, {}, [])
         parts = trainer.model_parts
 
         def parameters() -> list[tuple[str, torch.Tensor]]:
@@ -131,15 +140,20 @@ def train(layout: Layout) -> Result:
                 result.gradients = {name: _full(p.grad) for name, p in parameters()}
                 if layout.flavor == "mula_debug":
                     counts = reduced_counts(parts, trainer.parallel_dims)
-                    names = [f"layers.{i}" for part in parts for i in part.layers]
+                    names = [f"layers.{i}" for i, _ in moe_layers(parts)]
                     result.counts = dict(zip(names, counts, strict=True))
             return clip_grad_norm_(*args, **kwargs)
 
         clip.side_effect = observed_clip
-        trainer.metrics_processor.log = lambda step, loss, max_loss, norm, extra_metrics=None: (
-            result.losses.append(loss),
-            result.grad_norms.append(norm),
-        )
+
+        def observed_log(step: int, loss: float, max_loss: float, norm: float, extra_metrics: Any = None) -> None:
+            result.losses.append(loss)
+            result.grad_norms.append(norm)
+            if layout.flavor == "mula_debug":
+                num_choices = int(trainer.metrics_processor.step_valid_tokens) * config.model.top_k
+                result.reports.append(router_report(parts, trainer.parallel_dims, config.model.n_layers, num_choices))
+
+        trainer.metrics_processor.log = observed_log
         trainer.train()
         result.weights = {name: _full(p) for name, p in parameters()}
         result.biases = {
@@ -165,17 +179,17 @@ def reference(layout: Layout) -> Result:
         dp_rank=0,
         tokenizer=None,
         seq_len=SEQ_LEN,
-        local_batch_size=MICRO_BATCH,
+        local_batch_size=layout.reference_micro_batch,
     )
     undecayed = [p for n, p in module.named_parameters() if p.ndim < 2 or n == "tok_embeddings.weight"]
     decayed = [p for n, p in module.named_parameters() if not (p.ndim < 2 or n == "tok_embeddings.weight")]
     optimizer = torch.optim.AdamW(
         [{"params": undecayed, "weight_decay": 0.0}, {"params": decayed}], betas=(0.9, 0.95), eps=1e-8, **OPTIMIZER
     )
-    result = Result([], [], {}, {}, {}, {})
+    result = Result([], [], {}, {}, {}, {}, [])
     batches = iter(loader)
     for _ in range(STEPS):
-        micro_batches = [next(batches) for _ in range(GLOBAL_BATCH // MICRO_BATCH)]
+        micro_batches = [next(batches) for _ in range(GLOBAL_BATCH // layout.reference_micro_batch)]
         valid = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in micro_batches)
         optimizer.zero_grad()
         total = 0.0
@@ -189,14 +203,30 @@ def reference(layout: Layout) -> Result:
         if not result.gradients:
             result.gradients = {n: p.grad.clone() for n, p in module.named_parameters()}
         result.grad_norms.append(float(torch.nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)))
-        moes = {f"layers.{i}": block.moe for i, block in module.layers.items() if block.moe_enabled}
+        moes = {index: block.moe for index, block in module.layers.items() if block.moe_enabled}
         if moes:
             counts = torch.stack([moe.tokens_per_expert_E for moe in moes.values()])
             if not result.counts:
-                result.counts = {name: c.clone() for name, c in zip(moes, counts, strict=True)}
+                result.counts = {f"layers.{index}": c.clone() for index, c in zip(moes, counts, strict=True)}
+            result.reports.append(
+                [
+                    RouterReport(
+                        layer=int(index),
+                        load_max_over_mean=float(c.max() / c.mean()),
+                        busiest_share=float(c.max() / c.sum()),
+                        idle_experts=int((c == 0).sum()),
+                        entropy=float(moe.router_sums[0]),
+                        z_loss=float(moe.router_sums[1]),
+                        dropped=0,
+                    )
+                    for (index, moe), c in zip(moes.items(), counts, strict=True)
+                ]
+            )
             update_expert_bias(list(moes.values()), counts)
             for moe in moes.values():
                 moe.tokens_per_expert_E.zero_()
+                moe.router_sums = None
+            module.start_step()
         optimizer.step()
     result.weights = {n: p.detach().clone() for n, p in module.named_parameters()}
     result.biases = {n: b.clone() for n, b in module.named_buffers() if n.endswith("expert_bias_E")}

@@ -3,14 +3,18 @@
 import json
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torchtitan.components.metrics import MetricsProcessor, _get_metrics_rank
+from torchtitan.tools.logging import logger
+
+from mula_titan.components.load_balance import router_report
 
 METRICS_FILE = "metrics.jsonl"
 LOSS_PLOT = "loss.png"
@@ -31,6 +35,11 @@ class MulaMetricsProcessor(MetricsProcessor):
         enable_plot: bool = True
         """Draw loss.png in the dump folder"""
 
+        router_alarm: float = 0.75
+        """
+        Warn when a router collapses: a layer's busiest expert has more than this part of the tokens. 1 never warns.
+        """
+
     def __init__(
         self,
         config: Config,
@@ -50,6 +59,10 @@ class MulaMetricsProcessor(MetricsProcessor):
         self._history: list[dict[str, Any]] = []
         self._validation_loss: float | None = None
         self._first: tuple[int, float] | None = None
+        # Set by the trainer for Mixture-of-Experts models.
+        self.num_layers = 0
+        self.top_k = 0
+        self.step_valid_tokens: torch.Tensor | None = None
 
     def start(self, step: int, total_steps: int) -> None:
         """Begin (or resume after ``step``) a run of ``total_steps``: open the progress line, cut the history there."""
@@ -109,6 +122,7 @@ class MulaMetricsProcessor(MetricsProcessor):
             "mfu(%)": 100 * self.num_flops_per_token * tokens_per_device / self.gpu_peak_flops,
             "time_metrics/data_loading(%)": 100 * sum(self.data_loading_times) / seconds,
             "memory/max_reserved(GiB)": memory.max_reserved_gib,
+            **self._router_metrics(step),
             **(extra_metrics or {}),
         }
         self.logger.log(metrics, step)
@@ -157,6 +171,21 @@ class MulaMetricsProcessor(MetricsProcessor):
             self._progress = None
         self.plot()
         super().close()
+
+    def _router_metrics(self, step: int) -> dict[str, float]:
+        """Scalars of every router, and a warning for those that collapse. A collective call."""
+        if not self.top_k or self.model_parts is None or self.step_valid_tokens is None:
+            return {}
+        num_tokens = int(self.step_valid_tokens)
+        reports = router_report(self.model_parts, self.parallel_dims, self.num_layers, num_tokens * self.top_k)
+        collapsed = [r for r in reports if r.busiest_share * self.top_k > self.config.router_alarm]
+        if collapsed and self.is_reporter:
+            shares = ", ".join(f"layer {r.layer} {r.busiest_share * self.top_k:.0%}" for r in collapsed)
+            logger.warning(
+                f"Step {step}: routers collapse, one expert takes most tokens: {shares}. "
+                "Raise model.load_balance_loss or model.expert_bias_rate, or lower the learning rate."
+            )
+        return {f"router/layer_{r.layer}/{name}": value for r in reports for name, value in asdict(r).items()}
 
     def _record(self, record: dict[str, Any]) -> None:
         if not self.is_reporter:

@@ -232,6 +232,8 @@ def _only_writer(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"{folder}: another run is writing here; wait for it or choose another folder") from None
+        except OSError:
+            pass  # some network file systems have no locks
         yield
     finally:
         os.close(descriptor)

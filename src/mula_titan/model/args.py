@@ -71,6 +71,12 @@ class MulaArgs:
     load_balance_per_layer: bool = False
     """Take the auxiliary loss per layer and average, or (false, as OLMoE) over the tokens of all layers together."""
 
+    load_balance_scope: Literal["micro_batch", "local_batch", "global_batch"] = "micro_batch"
+    """
+    Tokens whose choices the auxiliary loss sees: this micro-batch's; those of the rank's micro-batches so far in the
+    step; or those of all data ranks (arXiv 2501.11873; one small all-reduce per forward).
+    """
+
     router_z_loss: float = 0.0
     """Weight of the router z-loss, mean over layers of mean logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906, eq. 5)."""
 
@@ -78,7 +84,7 @@ class MulaArgs:
     """Step of the bias-based balancing without auxiliary loss (arXiv 2408.15664); 0 turns it off."""
 
     expert_dispatch: Literal["all_to_all", "all_gather"] = "all_to_all"
-    """How tokens reach experts of other ranks: each to its experts, or all to all ranks without host synchronisation."""
+    """How tokens reach experts of other ranks: each to its experts, or all to all, without host synchronisation."""
 
     @property
     def head_dim(self) -> int:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.attention import AttentionMasksType, FlexAttention
 from torchtitan.models.common.decoder import Decoder, TransformerBlock
@@ -62,6 +64,7 @@ class MulaModel(Decoder):
         document_mask: bool = True
         load_balance_loss: float = 0.0
         load_balance_per_layer: bool = False
+        load_balance_scope: str = "micro_batch"
         router_z_loss: float = 0.0
 
         @property
@@ -105,6 +108,11 @@ class MulaModel(Decoder):
                     active += param.numel()
             return active
 
+    data_mesh: DeviceMesh | None = None
+    """Ranks that see different tokens, set by ``parallelize_mula``."""
+
+    _step_load: torch.Tensor | None = None
+
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
         """Initialise buffers, then parameters from (seed, name, global index); see :mod:`mula_titan.model.init`."""
         super().init_states(buffer_device=buffer_device)
@@ -144,7 +152,7 @@ class MulaModel(Decoder):
             h_BLD, stats = layer(h_BLD, attention_masks, positions, token_weights)
             if stats is not None:
                 layer_stats.append(stats)
-                self._count(layer, stats)
+                self._record(layer, stats)
         if layer_stats and self.training:
             h_BLD = self._add_router_losses(h_BLD, layer_stats, token_weights)
 
@@ -153,11 +161,19 @@ class MulaModel(Decoder):
             return h_BLD
         return self.lm_head(h_BLD)
 
-    def _count(self, layer: Any, stats: RouterStats) -> None:
+    def start_step(self) -> None:
+        """Forget the choices of the last optimizer step; called before each one."""
+        self._step_load = None
+
+    def _record(self, layer: Any, stats: RouterStats) -> None:
         # Here, outside the checkpointed and compiled block, each forward counts once.
-        if self.training:
-            with torch.no_grad():
-                layer.moe.tokens_per_expert_E.add_(stats.counts_E)
+        if not self.training:
+            return
+        with torch.no_grad():
+            moe = layer.moe
+            moe.tokens_per_expert_E.add_(stats.counts_E)
+            sums = torch.stack([stats.entropy, stats.z.detach()])
+            moe.router_sums = sums if moe.router_sums is None else moe.router_sums + sums
 
     def _add_router_losses(
         self, h_BLD: torch.Tensor, layer_stats: list[RouterStats], token_weights: torch.Tensor | None
@@ -170,9 +186,11 @@ class MulaModel(Decoder):
                 "model.load_balance_loss or model.router_z_loss is set, but the training loop passes no token_weights. "
                 "Train with mula_titan.trainer.MulaTrainer, or set both to 0 and balance by model.expert_bias_rate."
             )
+        load_LE = _whole(torch.stack([s.load_E for s in layer_stats]))
         loss = router_losses(
-            layer_stats,
-            batch_weight=token_weights.sum(),
+            probs_LE=_whole(torch.stack([s.probs_E for s in layer_stats])),
+            share_LE=self._choice_shares(load_LE, token_weights.sum()),
+            z_L=_whole(torch.stack([s.z for s in layer_stats])),
             num_layers=config.num_moe_layers,
             load_balance=config.load_balance_loss,
             per_layer=config.load_balance_per_layer,
@@ -180,11 +198,25 @@ class MulaModel(Decoder):
         )
         return AddLoss.apply(h_BLD, loss)
 
+    @torch.no_grad()
+    def _choice_shares(self, load_LE: torch.Tensor, batch_weight: torch.Tensor) -> torch.Tensor:
+        """Share of the tokens in the configured scope that choose each expert; rows sum to top_k."""
+        scope = self.config.load_balance_scope
+        if scope != "micro_batch":
+            sums = torch.cat([load_LE.flatten(), batch_weight.reshape(1)])
+            if scope == "global_batch" and self.data_mesh is not None:
+                sums = all_reduce(sums, "sum", self.data_mesh)
+            self._step_load = sums if self._step_load is None else self._step_load + sums
+            load_LE, batch_weight = self._step_load[:-1].view_as(load_LE), self._step_load[-1]
+        # A micro-batch without valid tokens has zero weight and zero load.
+        return load_LE / batch_weight.clamp_min(1e-30)
+
 
 def router_losses(
-    layer_stats: list[RouterStats],
     *,
-    batch_weight: torch.Tensor,
+    probs_LE: torch.Tensor,
+    share_LE: torch.Tensor,
+    z_L: torch.Tensor,
     num_layers: int,
     load_balance: float,
     per_layer: bool,
@@ -194,11 +226,12 @@ def router_losses(
 
     Load balancing is E * sum_e f_e P_e, f_e the share of tokens that choose expert e (summing to K) and P_e the mean
     probability (Switch, arXiv 2101.03961, eq. 4), with f and P taken over all layers' tokens as OLMoE does, or per
-    layer and then averaged. A balanced router gives K.
+    layer and then averaged. A balanced router gives K. The z-loss is mean logsumexp(logits)^2 (2202.08906, eq. 5).
 
     Args:
-        layer_stats: statistics of the layers on this pipeline stage.
-        batch_weight: float32 scalar, sum of the token weights of the micro-batch.
+        probs_LE: sums of probabilities over this micro-batch, weighted with the tokens' shares of the step, float32.
+        share_LE: f of each layer on this pipeline stage.
+        z_L: sums of squared logsumexp, weighted likewise.
         num_layers: Mixture-of-Experts layers of the whole model.
         load_balance: weight of the load-balancing loss.
         per_layer: statistics per layer rather than over all layers together.
@@ -207,18 +240,12 @@ def router_losses(
     Returns:
         float32 scalar.
     """
-    probs_LE = torch.stack([_whole(s.probs_E) for s in layer_stats])
-    load_LE = torch.stack([_whole(s.load_E) for s in layer_stats])
-    if not per_layer:
-        probs_LE, load_LE = probs_LE.mean(0, keepdim=True), load_LE.mean(0, keepdim=True)
-        scale = 1.0
-    else:
-        scale = 1.0 / num_layers
     num_experts = probs_LE.shape[-1]
-    # A micro-batch without valid tokens has zero weight and zero statistics.
-    balance = num_experts * scale * (load_LE * probs_LE).sum() / batch_weight.clamp_min(1e-30)
-    z_mean = torch.stack([_whole(s.z) for s in layer_stats]).sum() / num_layers
-    return load_balance * balance + z * z_mean
+    if per_layer:
+        balance = num_experts * (share_LE * probs_LE).sum() / num_layers
+    else:
+        balance = num_experts * (share_LE.mean(0) * probs_LE.mean(0)).sum()
+    return load_balance * balance + z * z_L.sum() / num_layers
 
 
 def _whole(x: torch.Tensor) -> torch.Tensor:

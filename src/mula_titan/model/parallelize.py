@@ -59,4 +59,5 @@ def parallelize_mula(
         enable_symm_mem=parallelism.enable_fsdp_symm_mem,
     )
     use_plain_sums(model)
+    model.data_mesh = parallel_dims.get_optional_mesh("loss")
     return model

@@ -125,6 +125,7 @@ def model_config(args: MulaArgs) -> MulaModel.Config:
         document_mask=args.document_mask,
         load_balance_loss=args.load_balance_loss if args.num_experts else 0.0,
         load_balance_per_layer=args.load_balance_per_layer,
+        load_balance_scope=args.load_balance_scope,
         router_z_loss=args.router_z_loss if args.num_experts else 0.0,
     )
 
