@@ -11,8 +11,8 @@ def order_of(*windows: int, weights=None, seed=42, shuffle=True, epochs=None) ->
     return SampleOrder(windows, weights or [1.0] * len(windows), seed=seed, shuffle=shuffle, epochs=epochs)
 
 
-@settings(deadline=None, max_examples=50)
-@given(windows=st.integers(1, 300), seed=st.integers(0, 2**40), epoch=st.integers(0, 10**6))
+@settings(deadline=None, max_examples=30)
+@given(windows=st.integers(1, 60), seed=st.integers(0, 2**40), epoch=st.integers(0, 10**6))
 def test_each_window_comes_once_in_every_epoch(windows, seed, epoch):
     order = order_of(windows, seed=seed)
     samples = [order[epoch * windows + i] for i in range(windows)]
@@ -22,14 +22,14 @@ def test_each_window_comes_once_in_every_epoch(windows, seed, epoch):
 
 def test_epochs_seeds_and_sources_have_orders_of_their_own():
     order = order_of(50)
-    epochs = [tuple(order[e * 50 + i][2] for i in range(50)) for e in range(20)]
+    epochs = [tuple(order[e * 50 + i][2] for i in range(50)) for e in range(6)]
     other_seed = order_of(50, seed=43)
-    epochs += [tuple(other_seed[e * 50 + i][2] for i in range(50)) for e in range(20)]
+    epochs += [tuple(other_seed[e * 50 + i][2] for i in range(50)) for e in range(6)]
     pair = order_of(50, 50)
     for source in (0, 1):
         epochs.append(tuple(w for s, _, w in (pair[i] for i in range(100)) if s == source))
     # Source 0 of the pair is shuffled like the single source of the same seed.
-    assert epochs[40] == epochs[0]
+    assert epochs[12] == epochs[0]
     assert len(set(epochs)) == len(epochs) - 1
 
 

@@ -77,7 +77,7 @@ def raw(dtype, ids=IDS):
     (raw("<u4", np.arange(300, 400)), "uint16", "as if the file held 32-bit ids"),
     (raw("<u4", np.arange(65500, 65600)), "uint16", "as if the file held 32-bit ids"),
     (raw("<u2"), "", 'has no NumPy header; say what it holds, e.g. dtype = "uint16"'),
-])  # fmt: skip
+], ids=["empty", "odd", "read as 32 bits", "read as 16 bits", "wide vocabulary", "no dtype"])  # fmt: skip
 def test_refuses_headerless(tmp_path, content, dtype, message):
     (tmp_path / "x.npy").write_bytes(content)
     with pytest.raises(ValueError, match=f"x.npy: .*{message}"):
