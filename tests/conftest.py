@@ -6,4 +6,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import mula_titan  # noqa: F401
+import mula_titan.runtime
+
+mula_titan.runtime.select_device()

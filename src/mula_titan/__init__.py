@@ -1,14 +1,27 @@
 """mula-titan: pretraining of Mixture-of-Experts language models as a torchtitan project.
 
-Importing this package lets torchtitan run on a CPU host too; on others it changes nothing.
-What other torchtitan projects use: :class:`MulaModel` and :func:`model_registry` (the models), :class:`MulaTrainer`
-(the training loop) and the components under ``mula_titan.components`` and ``mula_titan.data``.
+What other torchtitan projects use: :class:`MulaModel` and :func:`model_registry` (the models), :class:`MulaTrainer` (the
+training loop), :class:`TokenDataLoader`, and the components under ``mula_titan.components``. Importing any of them lets
+torchtitan run on a CPU host too; on others it changes nothing.
 """
 
-from mula_titan.runtime import select_device
+import importlib
+from typing import Any
 
-select_device()
+_HOME = {
+    "FLAVORS": "mula_titan.model",
+    "MulaArgs": "mula_titan.model",
+    "MulaModel": "mula_titan.model",
+    "model_registry": "mula_titan.model",
+    "MulaTrainer": "mula_titan.trainer",
+    "TokenDataLoader": "mula_titan.data.loader",
+}
 
-from mula_titan.model import FLAVORS, MulaArgs, MulaModel, model_registry  # noqa: E402
+__all__ = list(_HOME)
 
-__all__ = ["FLAVORS", "MulaArgs", "MulaModel", "model_registry"]
+
+def __getattr__(name: str) -> Any:
+    # On first use: `mula-titan tokenize` and its workers need no torch.
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -40,6 +40,8 @@ class MulaTrainer(Trainer):
                     # One switch and one vocabulary for the model and its data.
                     loader.document_mask = self.model.document_mask
                     loader.vocab_size = self.model.vocab_size
+            # The data ends before a step that it cannot fill, so the saved position never runs ahead of the weights.
+            self.dataloader.global_batch_size = max(0, self.training.global_batch_size)
             Trainer.Config.__post_init__(self)
 
     config: Config

@@ -28,7 +28,6 @@ def _rank_main(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     torch.set_num_threads(1)
-    import mula_titan  # noqa: F401
     from mula_titan.runtime.logs import set_up_logging
 
     set_up_logging()

@@ -215,17 +215,16 @@ def reference(layout: Layout) -> Result:
                         load_max_over_mean=float(c.max() / c.mean()),
                         busiest_share=float(c.max() / c.sum()),
                         idle_experts=int((c == 0).sum()),
-                        entropy=float(moe.router_sums[0]),
-                        z_loss=float(moe.router_sums[1]),
+                        entropy=float(module.router_sums_L2[int(index), 0]),
+                        z_loss=float(module.router_sums_L2[int(index), 1]),
                         dropped=0,
                     )
-                    for (index, moe), c in zip(moes.items(), counts, strict=True)
+                    for index, c in zip(moes, counts, strict=True)
                 ]
             )
             update_expert_bias(list(moes.values()), counts)
             for moe in moes.values():
                 moe.tokens_per_expert_E.zero_()
-                moe.router_sums = None
             module.start_step()
         optimizer.step()
     result.weights = {n: p.detach().clone() for n, p in module.named_parameters()}

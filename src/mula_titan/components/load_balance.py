@@ -48,7 +48,7 @@ def _sum_over(x: torch.Tensor, parallel_dims: ParallelDims, axis: str) -> torch.
 
 @torch.no_grad()
 def update_expert_bias(moes: list[Any], counts_ME: torch.Tensor) -> None:
-    """Move each layer's bias by its rate towards balance (arXiv 2408.15664): up below the mean load, else down, centred.
+    """Move each bias by its rate towards balance (arXiv 2408.15664): up below the mean load, down above; centred.
 
     Layers without a bias are left alone.
     """
@@ -62,7 +62,7 @@ def update_expert_bias(moes: list[Any], counts_ME: torch.Tensor) -> None:
 
 
 def register_load_balancing(
-    optimizers: OptimizersContainer, model_parts: list[nn.Module], parallel_dims: ParallelDims
+    optimizers: OptimizersContainer, model_parts: list[Any], parallel_dims: ParallelDims
 ) -> None:
     """torchtitan's ``post_optimizer_build_fn``: before each optimizer step, update biases and start new counters.
 
@@ -76,9 +76,8 @@ def register_load_balancing(
         if any(moe.load_balance_coeff is not None for moe in moes):
             update_expert_bias(moes, reduced_counts(model_parts, parallel_dims))
         for moe in moes:
-            moe.last_step = (moe.tokens_per_expert_E.clone(), moe.router_sums)
+            moe.last_counts_E = moe.tokens_per_expert_E.clone()
             moe.tokens_per_expert_E.zero_()
-            moe.router_sums = None
         for part in model_parts:
             part.start_step()
 
@@ -106,7 +105,7 @@ class RouterReport:
 
 @torch.no_grad()
 def router_report(
-    model_parts: list[nn.Module], parallel_dims: ParallelDims, num_layers: int, num_choices: int
+    model_parts: list[Any], parallel_dims: ParallelDims, num_layers: int, num_choices: int
 ) -> list[RouterReport]:
     """Reports of all layers, those of other pipeline stages included; a collective call.
 
@@ -116,12 +115,14 @@ def router_report(
         num_layers: transformer blocks of the whole model.
         num_choices: valid tokens of the step times experts per token.
     """
-    layers = list(moe_layers(model_parts))
+    layers = [(part, *layer) for part in model_parts for layer in moe_layers([part])]
     if not layers:
         return []
-    rows = torch.stack([torch.cat([_whole(c), _whole(s)]).float() for c, s in (moe.last_step for _, moe in layers)])
+    rows = torch.stack(
+        [torch.cat([_whole(moe.last_counts_E), part.last_router_sums_L2[index]]) for part, index, moe in layers]
+    )
     table = rows.new_zeros(num_layers, rows.shape[1])
-    table[[index for index, _ in layers]] = rows
+    table[[index for _, index, _ in layers]] = rows
     table = _sum_over(_sum_over(table, parallel_dims, "loss"), parallel_dims, "pp").cpu()
     return [
         RouterReport(

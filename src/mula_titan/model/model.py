@@ -1,6 +1,7 @@
 """MulaModel: the decoder of OLMo and OLMoE on torchtitan's Decoder.
 
-Shape suffixes: B = batch, L = sequence length, D = width, E = experts, V = vocabulary.
+Shape suffixes: B = batch, L = sequence length (layers in router statistics), D = width, E = experts, V = vocabulary,
+M = layers * E + 1.
 """
 
 from dataclasses import dataclass
@@ -111,7 +112,20 @@ class MulaModel(Decoder):
     data_mesh: DeviceMesh | None = None
     """Ranks that see different tokens, set by ``parallelize_mula``."""
 
-    _step_load: torch.Tensor | None = None
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self._init_self_buffers()
+
+    def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
+        super()._init_self_buffers(buffer_device=buffer_device)
+        config = self.config
+        device = buffer_device or next(self.parameters()).device
+        num_experts = max((layer.moe.num_experts for layer in config.layers if layer.moe is not None), default=0)
+        # Buffers, not attributes: the pipeline's shape inference runs a forward and puts buffers back.
+        sums_L2 = torch.zeros(len(config.layers), 2, dtype=torch.float32, device=device)
+        self.register_buffer("router_sums_L2", sums_L2, persistent=False)
+        choices_M = torch.zeros(len(config.layers) * num_experts + 1, dtype=torch.float32, device=device)
+        self.register_buffer("choices_M", choices_M, persistent=False)
 
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
         """Initialise buffers, then parameters from (seed, name, global index); see :mod:`mula_titan.model.init`."""
@@ -147,14 +161,13 @@ class MulaModel(Decoder):
         ):
             attention_masks = document_causal_mask(positions)
 
-        layer_stats: list[RouterStats] = []
-        for layer in self.layers.values():
-            h_BLD, stats = layer(h_BLD, attention_masks, positions, token_weights)
-            if stats is not None:
-                layer_stats.append(stats)
-                self._record(layer, stats)
-        if layer_stats and self.training:
-            h_BLD = self._add_router_losses(h_BLD, layer_stats, token_weights)
+        stats: dict[int, RouterStats] = {}
+        for index, layer in self.layers.items():
+            h_BLD, layer_stats = layer(h_BLD, attention_masks, positions, token_weights)
+            if layer_stats is not None:
+                stats[int(index)] = layer_stats
+        if stats and self.training:
+            h_BLD = self._router_losses(h_BLD, stats, token_weights)
 
         h_BLD = self.norm(h_BLD) if self.norm is not None else h_BLD
         if self._skip_lm_head or self.lm_head is None:
@@ -162,23 +175,21 @@ class MulaModel(Decoder):
         return self.lm_head(h_BLD)
 
     def start_step(self) -> None:
-        """Forget the choices of the last optimizer step; called before each one."""
-        self._step_load = None
+        """Begin new sums over a step's micro-batches; the finished ones stay in ``last_router_sums_L2``."""
+        self.last_router_sums_L2 = self.router_sums_L2.clone()
+        self.router_sums_L2.zero_()
+        self.choices_M.zero_()
 
-    def _record(self, layer: Any, stats: RouterStats) -> None:
-        # Here, outside the checkpointed and compiled block, each forward counts once.
-        if not self.training:
-            return
-        with torch.no_grad():
-            moe = layer.moe
-            moe.tokens_per_expert_E.add_(stats.counts_E)
-            sums = torch.stack([stats.entropy, stats.z.detach()])
-            moe.router_sums = sums if moe.router_sums is None else moe.router_sums + sums
-
-    def _add_router_losses(
-        self, h_BLD: torch.Tensor, layer_stats: list[RouterStats], token_weights: torch.Tensor | None
+    def _router_losses(
+        self, h_BLD: torch.Tensor, stats: dict[int, RouterStats], token_weights: torch.Tensor | None
     ) -> torch.Tensor:
+        """Record the statistics and add the losses. Outside checkpointed and compiled blocks: once a forward."""
         config = self.config
+        entropy_z_L2 = _whole(torch.stack([torch.stack([s.entropy, s.z]) for s in stats.values()]))
+        with torch.no_grad():
+            self.router_sums_L2[list(stats)] += entropy_z_L2
+            for index, s in stats.items():
+                self.layers[str(index)].moe.tokens_per_expert_E.add_(s.counts_E)
         if config.load_balance_loss == 0 and config.router_z_loss == 0:
             return h_BLD
         if token_weights is None:
@@ -186,11 +197,11 @@ class MulaModel(Decoder):
                 "model.load_balance_loss or model.router_z_loss is set, but the training loop passes no token_weights. "
                 "Train with mula_titan.trainer.MulaTrainer, or set both to 0 and balance by model.expert_bias_rate."
             )
-        load_LE = _whole(torch.stack([s.load_E for s in layer_stats]))
+        load_LE = _whole(torch.stack([s.load_E for s in stats.values()]))
         loss = router_losses(
-            probs_LE=_whole(torch.stack([s.probs_E for s in layer_stats])),
+            probs_LE=_whole(torch.stack([s.probs_E for s in stats.values()])),
             share_LE=self._choice_shares(load_LE, token_weights.sum()),
-            z_L=_whole(torch.stack([s.z for s in layer_stats])),
+            z_L=entropy_z_L2[:, 1],
             num_layers=config.num_moe_layers,
             load_balance=config.load_balance_loss,
             per_layer=config.load_balance_per_layer,
@@ -206,8 +217,8 @@ class MulaModel(Decoder):
             sums = torch.cat([load_LE.flatten(), batch_weight.reshape(1)])
             if scope == "global_batch" and self.data_mesh is not None:
                 sums = all_reduce(sums, "sum", self.data_mesh)
-            self._step_load = sums if self._step_load is None else self._step_load + sums
-            load_LE, batch_weight = self._step_load[:-1].view_as(load_LE), self._step_load[-1]
+            running = self.choices_M[: sums.numel()].add_(sums).clone()  # a stage has a part of the layers
+            load_LE, batch_weight = running[:-1].view_as(load_LE), running[-1]
         # A micro-batch without valid tokens has zero weight and zero load.
         return load_LE / batch_weight.clamp_min(1e-30)
 

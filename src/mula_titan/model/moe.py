@@ -131,9 +131,6 @@ class MulaMoE(MoE):
     class Config(MoE.Config):
         pass
 
-    router_sums: torch.Tensor | None = None
-    """Weighted sums of router entropy and z-loss over the step so far, float32 ``(2,)``; kept by the model."""
-
     def forward(
         self, x_BLD: torch.Tensor, token_weights_BL: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, RouterStats]:
