@@ -4,6 +4,7 @@ Shape suffixes: E = experts, F = expert width, D = model width.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +44,10 @@ class MulaStateDictAdapter(StateDictAdapter):
     """
 
     def __init__(self, model_config: Decoder.Config, hf_assets_path: str | None) -> None:
-        super().__init__(model_config, hf_assets_path)
+        has_index = hf_assets_path is not None and (Path(hf_assets_path) / "model.safetensors.index.json").is_file()
+        # torchtitan warns about a folder without an index, which a tokenizer's folder is.
+        super().__init__(model_config, hf_assets_path if has_index else None)
+        self.hf_assets_path = hf_assets_path
         self._tied = model_config.enable_weight_tying
         if self._tied and self.fqn_to_index_mapping:
             self.fqn_to_index_mapping.pop(HEAD, None)

@@ -40,8 +40,8 @@ class ImportOptions:
     """Folder with config.json and safetensors files."""
 
     checkpoint: Positional[Annotated[Path, arg(metavar="CHECKPOINT")]]
-    """Checkpoint folder to write. outputs/checkpoint/step-0 is found by a run with that output folder; any other place
-    is named to it as checkpoint.initial_load_path."""
+    """Checkpoint folder to write. A run with dump folder outputs finds outputs/checkpoint/step-0 by itself; any other place
+    is named to it by its absolute path, checkpoint.initial_load_path."""
 
     overwrite: bool = False
     """Replace an earlier checkpoint at the same place."""
@@ -185,7 +185,7 @@ def import_checkpoint(options: ImportOptions) -> Path:
             dcp.save({}, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
         has_tokenizer = (options.source / "tokenizer.json").is_file()
         write_checkpoint_info(folder, args, str(options.source) if has_tokenizer else None)
-    settings = " ".join(f"--model.{name} {value}" for name, value in changes_from_flavor(args).items())
+    settings = " ".join(f"--model.{name} {json.dumps(value)}" for name, value in changes_from_flavor(args).items())
     console.print(f"{options.checkpoint}: train it with --model.flavor {args.flavor} {settings}".rstrip())
     return options.checkpoint
 
