@@ -40,8 +40,8 @@ class ImportOptions:
     """Folder with config.json and safetensors files."""
 
     checkpoint: Positional[Annotated[Path, arg(metavar="CHECKPOINT")]]
-    """Checkpoint folder to write. A run with dump folder outputs finds outputs/checkpoint/step-0 by itself; any other place
-    is named to it by its absolute path, checkpoint.initial_load_path."""
+    """Checkpoint folder to write. A run with dump folder outputs finds outputs/checkpoint/step-0 by itself; a checkpoint
+    elsewhere is named to it by its absolute path, checkpoint.initial_load_path."""
 
     overwrite: bool = False
     """Replace an earlier checkpoint at the same place."""
