@@ -1,8 +1,8 @@
 """mula-titan: pretraining of Mixture-of-Experts language models as a torchtitan project.
 
-What other torchtitan projects use: :class:`MulaModel` and :func:`model_registry` (the models), :class:`MulaTrainer` (the
-training loop), :class:`TokenDataLoader`, and the components under ``mula_titan.components``. Importing any of them lets
-torchtitan run on a CPU host too; on others it changes nothing.
+What other torchtitan projects use: :class:`MulaModel` and :func:`model_registry` (the models), :class:`MulaTrainer`
+(the training loop), :class:`TokenDataLoader`, and the components under ``mula_titan.components``. Importing any of them
+lets torchtitan run on a CPU host too; on others it changes nothing.
 """
 
 import importlib

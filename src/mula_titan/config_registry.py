@@ -7,8 +7,8 @@ from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.components.validate import Validator
 from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed.activation_checkpoint import FullAC
 
+from mula_titan.components.activation_checkpoint import FullAC
 from mula_titan.data.loader import TokenDataLoader
 from mula_titan.model.args import make_args
 from mula_titan.trainer import MulaTrainer

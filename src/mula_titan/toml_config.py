@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, Literal, Union
 
 import tomli
-from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
+from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
+
+from mula_titan.components.activation_checkpoint import FullAC, SelectiveAC
 
 AC_SECTION = "activation_checkpoint"
 AC_MODES: dict[str, type | None] = {
@@ -24,7 +26,7 @@ AC_MODES: dict[str, type | None] = {
 }
 """Values of ``activation_checkpoint.mode``; torchtitan chooses by class."""
 
-INTERNAL = {"model_spec", "param_init", "sharding_config"}
+INTERNAL = {"model_spec", "param_init", "sharding_config", "trace_post_processor"}
 """Fields that hold objects rather than values; they are set by code."""
 
 
@@ -38,6 +40,7 @@ class Values:
     def __init__(self) -> None:
         self.tree: dict[str, Any] = {}
         self._origin: dict[str, str] = {}
+        self._text: dict[str, str] = {}
 
     def add_file(self, path: Path) -> None:
         """Read a TOML file.
@@ -70,14 +73,20 @@ class Values:
             key, equals, text = flag[2:].partition("=")
             if not equals:
                 text = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+            key = key.replace("-", "_")
             tree: Any = _parse_text(text)
-            for part in reversed(key.replace("-", "_").split(".")):
+            for part in reversed(key.split(".")):
                 tree = {part: tree}
             self._merge(self.tree, tree, "command line", "")
+            self._text[key] = text
 
     def origin(self, key: str) -> str:
         """File or command line that set a key; the defaults if none did."""
         return self._origin.get(key, "defaults")
+
+    def text(self, key: str) -> str | None:
+        """The word that set a key on the command line; None if a file or nothing set it."""
+        return self._text.get(key)
 
     def _merge(self, into: dict[str, Any], new: dict[str, Any], origin: str, prefix: str) -> None:
         for name, value in new.items():
@@ -87,6 +96,7 @@ class Values:
             else:
                 into[name] = value
             self._origin[key] = origin
+            self._text.pop(key, None)
 
 
 def _parse_text(text: str) -> Any:
@@ -129,6 +139,8 @@ def load_config(path: Path | str | None, flags: list[str] | None = None) -> tupl
 
 def _registry_function(module: str, name: str, values: Values) -> Any:
     """A function of a config registry, found as torchtitan's ``--module`` and ``--config`` find it."""
+    if not isinstance(module, str) or not all(part.isidentifier() for part in module.split(".")):
+        raise ConfigError(f"{values.origin('module')}: module = {module!r}: expected the name of a Python module")
     try:
         registry = importlib.import_module(f"{module}.config_registry")
     except ModuleNotFoundError as error:
@@ -154,39 +166,60 @@ def _choose(name: Any, known: list[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(map(repr, known))}"
 
 
+def settable_fields(config: Any) -> dict[str, Any]:
+    """Names of a config's fields that TOML and flags may set, and their types."""
+    hints = typing.get_type_hints(type(config))
+    names = [f.name for f in fields(config) if f.init and f.name not in INTERNAL and not f.name.startswith("_")]
+    return {name: hints[name] for name in names}
+
+
 def overlay(config: Any, tree: dict[str, Any], values: Values, prefix: str = "") -> Any:
     """A new dataclass of the same type with the values of ``tree`` in place of its own.
 
+    A class may have ``problems()``, (field, value, what to do) of each field that cannot work, as
+    :class:`mula_titan.model.MulaArgs` has.
+
     Raises:
-        ConfigError: unknown key, wrong type, or a value that the class itself refuses.
+        ConfigError: unknown keys, wrong types, values that the class itself refuses; all of a section at once.
     """
-    hints = typing.get_type_hints(type(config))
-    known = [f.name for f in fields(config) if f.init and f.name not in INTERNAL and not f.name.startswith("_")]
-    for name in tree:
-        if name not in known:
-            _refuse_unknown(f"{prefix}{name}", name, known, values)
+    hints = settable_fields(config)
+    errors = [_unknown(f"{prefix}{name}", name, list(hints), values) for name in tree if name not in hints]
     kwargs = {}
     for field in fields(config):
         if not field.init:
             continue
         current, key = getattr(config, field.name), f"{prefix}{field.name}"
-        if field.name in tree:
-            kwargs[field.name] = _convert(tree[field.name], hints[field.name], current, key, values)
+        if field.name in tree and field.name in hints:
+            try:
+                kwargs[field.name] = _convert(tree[field.name], hints[field.name], current, key, values)
+            except ConfigError as error:
+                errors.append(str(error))
         elif field.default is not MISSING or field.default_factory is not MISSING or current is not None:
             kwargs[field.name] = current
+    if errors:
+        raise ConfigError("\n".join(errors))
     try:
-        return type(config)(**kwargs)
+        result = type(config)(**kwargs)
     except (ValueError, AssertionError, NotImplementedError) as error:
         section = prefix.rstrip(".") or "configuration"
         where = {values.origin(f"{prefix}{name}") for name in tree} or {"defaults"}
         raise ConfigError(f"{', '.join(sorted(where))}: [{section}]: {error}") from None
+    problems = result.problems() if hasattr(result, "problems") else []
+    if problems:
+        raise ConfigError(
+            "\n".join(
+                f"{values.origin(f'{prefix}{name}')}: {prefix}{name} = {value!r}: {remedy}"
+                for name, value, remedy in problems
+            )
+        )
+    return result
 
 
-def _refuse_unknown(key: str, name: str, known: list[str], values: Values) -> typing.NoReturn:
+def _unknown(key: str, name: str, known: list[str], values: Values) -> str:
     prefix = key[: len(key) - len(name)]
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     remedy = f"did you mean {prefix}{close[0]}?" if close else f"keys there: {', '.join(known)}"
-    raise ConfigError(f"{values.origin(key)}: unknown key {key}: {remedy}")
+    return f"{values.origin(key)}: unknown key {key}: {remedy}"
 
 
 def _convert(value: Any, hint: Any, current: Any, key: str, values: Values) -> Any:
@@ -198,6 +231,8 @@ def _convert(value: Any, hint: Any, current: Any, key: str, values: Values) -> A
             raise ConfigError(f"{values.origin(key)}: {key} = {value!r}: this is a section; set [{key}] with keys")
         return overlay(current, value, values, f"{key}.")
     problem, result = _match(value, hint, key, values)
+    if problem and (text := values.text(key)) is not None:
+        problem, result = _match(text, hint, key, values)  # --dump_folder 2024 is a name, not a number
     if problem:
         raise ConfigError(f"{values.origin(key)}: {key} = {value!r}: expected {problem}")
     return result
@@ -230,6 +265,8 @@ def _match(value: Any, hint: Any, key: str, values: Values) -> tuple[str | None,
     if origin is typing.Annotated:
         return _match(value, args[0], key, values)
     if origin in (Union, types.UnionType):
+        if type(None) in args and value in (None, "none"):
+            return None, None  # TOML has no null
         expected = []
         for option in args:
             problem, result = _match(value, option, key, values)
@@ -238,7 +275,7 @@ def _match(value: Any, hint: Any, key: str, values: Values) -> tuple[str | None,
             expected.append(problem)
         return " or ".join(dict.fromkeys(expected)), None
     if hint is type(None):
-        return (None, None) if value is None or value == "none" else ('"none"', None)
+        return '"none"', None
     if origin is Literal:
         return (None, value) if value in args else (f"one of {', '.join(map(repr, args))}", None)
     if origin in (list, tuple):
