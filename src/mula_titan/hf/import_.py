@@ -40,7 +40,7 @@ class ImportOptions:
     """Folder with config.json and safetensors files."""
 
     checkpoint: Positional[Annotated[Path, arg(metavar="CHECKPOINT")]]
-    """Checkpoint folder to write. A run with dump folder outputs finds outputs/checkpoint/step-0 by itself; a checkpoint
+    """Checkpoint folder to write. A run with dump folder outputs finds outputs/checkpoint/step-0 by itself; one
     elsewhere is named to it by its absolute path, checkpoint.initial_load_path."""
 
     overwrite: bool = False
