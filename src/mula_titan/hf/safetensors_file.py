@@ -36,7 +36,7 @@ class SafetensorsFile:
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Append a CPU tensor.
+        """Append a contiguous CPU tensor.
 
         Raises:
             ValueError: not the next name, dtype and shape of the layout.
@@ -44,7 +44,7 @@ class SafetensorsFile:
         expected = self._pending.pop() if self._pending else None
         if expected != (name, (tensor.dtype, tensor.shape)):
             raise ValueError(f"next tensor must be {expected}, not {name} {tensor.dtype} {tuple(tensor.shape)}")
-        self._file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        self._file.write(tensor.view(-1).view(torch.uint8).numpy().data)
 
     def __enter__(self) -> "SafetensorsFile":
         return self
