@@ -25,6 +25,7 @@ from mula_titan.components.load_balance import (
 from mula_titan.data.loader import TokenDataLoader, TokenSource
 from mula_titan.model import model_registry
 from mula_titan.toml_config import load_config
+from mula_titan.trainer import MulaTrainer
 from mula_titan.validate import validate
 
 STEPS = 3
@@ -61,6 +62,8 @@ class Layout:
     flags: dict[str, Any] = field(default_factory=dict)
     flavor: str = "mula_debug"
     reference_micro_batch: int = MICRO_BATCH
+    dump_folder: str | None = None
+    """Where the run keeps its checkpoints; None for a folder that is thrown away."""
 
 
 @dataclass
@@ -126,9 +129,8 @@ def train(layout: Layout) -> Result:
         mock.patch("torchtitan.trainer.time.sleep"),  # torchtitan waits 2 s for the other ranks' log lines
         mock.patch("torchtitan.distributed.utils.clip_grad_norm_") as clip,
     ):
-        config, values = load_config(None, _flags(layout, folder))
-        validate(config, values, dist.get_world_size())
-        trainer = config.build()
+        trainer = _trainer(layout, layout.dump_folder or folder)
+        config = trainer.config
         result = Result([], [], {}, {}, {}, {}, [])
         parts = trainer.model_parts
 
@@ -161,6 +163,26 @@ def train(layout: Layout) -> Result:
         }
         trainer.close()
     return result
+
+
+def _trainer(layout: Layout, dump_folder: str) -> MulaTrainer:
+    config, values = load_config(None, _flags(layout, dump_folder))
+    validate(config, values, dist.get_world_size())
+    return config.build()
+
+
+def load_state(layout: Layout) -> dict[str, torch.Tensor]:
+    """Load the newest checkpoint of the layout's folder; weights, biases and optimizer states by name."""
+    assert layout.dump_folder is not None
+    trainer = _trainer(layout, layout.dump_folder)
+    assert trainer.checkpointer.load()
+    state = {canonical_fqn(n): _full(p) for part in trainer.model_parts for n, p in part.named_parameters()}
+    for part in trainer.model_parts:
+        state |= {f"bias.{canonical_fqn(n)}": _full(b) for n, b in part.named_buffers() if "expert_bias" in n}
+    optimizer = trainer.optimizers.state_dict()
+    state |= {key: _full(value) for key, value in optimizer.items() if isinstance(value, torch.Tensor)}
+    trainer.close()
+    return state
 
 
 def reference(layout: Layout) -> Result:
