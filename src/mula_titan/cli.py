@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +19,13 @@ COMMANDS: dict[str, str] = {
 }
 
 
+def _ranks_from_environment() -> int:
+    text = os.environ.get("NGPU", "2")
+    if not text.isdecimal():
+        raise ValueError(f"NGPU={text!r}: expected the number of ranks on this node")
+    return int(text)
+
+
 @dataclass(kw_only=True)
 class LaunchOptions:
     """Processes of a run; all other flags are configuration keys: --section.key value."""
@@ -26,18 +33,26 @@ class LaunchOptions:
     config: Annotated[Path, tyro.conf.Positional]
     """TOML file, for example train_configs/mula_debug.toml."""
 
-    nproc: int = int(os.environ.get("NGPU", "2"))
-    """Ranks on this node, one for each device."""
+    nproc: int = field(default_factory=_ranks_from_environment)
+    """Ranks on this node, one for each device. Default: NGPU, or 2."""
 
-    nnodes: str = os.environ.get("NNODES", "1")
+    nnodes: str = field(default_factory=lambda: os.environ.get("NNODES", "1"))
     """Nodes, or MIN:MAX for an elastic job."""
 
-    rdzv_endpoint: str = os.environ.get("RDZV_ENDPOINT", "localhost:0")
+    rdzv_endpoint: str = field(default_factory=lambda: os.environ.get("RDZV_ENDPOINT", "localhost:0"))
     """host:port of the node where the ranks meet."""
 
     @property
     def world_size(self) -> int:
-        """Ranks of the largest job that these options allow."""
+        """Ranks of the largest job that these options allow.
+
+        Raises:
+            ValueError: no ranks, or nodes that are no number.
+        """
+        if self.nproc < 1:
+            raise ValueError(f"--nproc {self.nproc}: must be at least 1")
+        if not all(part.isdecimal() and int(part) for part in self.nnodes.split(":")):
+            raise ValueError(f"--nnodes {self.nnodes}: expected a number of nodes, or MIN:MAX")
         return self.nproc * int(self.nnodes.split(":")[-1])
 
 

@@ -3,12 +3,18 @@
 Everything here would otherwise fail after the job has its nodes, or give wrong results.
 """
 
+import math
+import operator
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
 
+from torchtitan.tools import filesystem
+
+from mula_titan.data.loader import TokenDataLoader
 from mula_titan.runtime import select_device
 from mula_titan.toml_config import ConfigError, Values
 from mula_titan.trainer import MulaTrainer
@@ -22,19 +28,51 @@ AT_LEAST = {
     "training.steps": 1,
     "training.gc_freq": 1,
     "lr_scheduler.warmup_steps": 0,
+    "lr_scheduler.total_steps": 1,
+    "lr_scheduler.decay_ratio": 0,
+    "checkpoint.load_step": -1,
+    "profiler.profile_freq": 1,
+    "profiler.profiler_active": 1,
+    "profiler.profiler_warmup": 0,
+    "profiler.profiler_repeat": 0,
+    "profiler.profiler_skip_first": 0,
+    "profiler.profiler_skip_first_wait": 0,
+    "profiler.memory_snapshot_freq": 1,
+    "profiler.memory_snapshot_max_entries": 1,
+    "debug.seed": 0,
     "metrics.log_freq": 1,
     "validator.freq": 1,
     "comm.init_timeout_seconds": 1,
     "comm.train_timeout_seconds": 1,
+    "comm.trace_buf_size": 0,
     "parallelism.data_parallel_replicate_degree": 1,
     "parallelism.tensor_parallel_degree": 1,
     "parallelism.pipeline_parallel_degree": 1,
+    "parallelism.pipeline_parallel_layers_per_stage": 1,
+    "parallelism.pipeline_parallel_first_stage_less_layers": 0,
+    "parallelism.pipeline_parallel_last_stage_less_layers": 0,
     "parallelism.context_parallel_degree": 1,
     "parallelism.expert_parallel_degree": 1,
     "optimizer.weight_decay": 0,
 }
-POSITIVE = ("training.max_norm", "optimizer.lr", "optimizer.eps")
-FRACTIONS = ("optimizer.beta1", "optimizer.beta2", "lr_scheduler.min_lr_factor")
+POSITIVE = ("training.max_norm", "optimizer.lr", "optimizer.eps", "metrics.router_alarm")
+FRACTIONS = (
+    "optimizer.beta1",
+    "optimizer.beta2",
+    "lr_scheduler.decay_ratio",
+    "lr_scheduler.min_lr_factor",
+    "activation_checkpoint.memory_budget",
+)
+FINITE = ("optimizer.lr", "optimizer.eps", "optimizer.weight_decay")
+DERIVED = {
+    "dataloader.document_mask": "model.document_mask",
+    "dataloader.vocab_size": "model.vocab_size",
+    "validator.dataloader.document_mask": "model.document_mask",
+    "validator.dataloader.vocab_size": "model.vocab_size",
+}
+"""Keys that the trainer fills in from another one."""
+CHECKPOINT_PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state", "rng")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 
 
 def validate(config: MulaTrainer.Config, values: Values, world_size: int) -> None:
@@ -43,7 +81,12 @@ def validate(config: MulaTrainer.Config, values: Values, world_size: int) -> Non
     Raises:
         ConfigError: all problems found, a line each: origin, key, value, remedy.
     """
-    problems = [*_ranges(config)]
+    if not isinstance(config, MulaTrainer.Config):
+        raise ConfigError(
+            f"{values.origin('config')}: the registry function gives a {type(config).__qualname__}, which mula-titan "
+            "cannot train; return a MulaTrainer.Config, or run it with python -m torchtitan.train --module ... --config"
+        )
+    problems = [*_ranges(config), *_ignored(config, values)]
     if not problems:  # the sums below would trip over values out of range
         problems = [*_degrees(config, world_size), *_model_fits(config), *_batches(config, world_size), *_paths(config)]
     if problems:
@@ -53,30 +96,50 @@ def validate(config: MulaTrainer.Config, values: Values, world_size: int) -> Non
 
 
 def _get(config: Any, key: str) -> Any:
+    """Value of a dotted key; None if this run's component has no such field."""
     for part in key.split("."):
-        config = getattr(config, part)
+        config = getattr(config, part, None)
     return config
 
 
 def _ranges(config: MulaTrainer.Config) -> Iterator[Problem]:
-    for key, least in AT_LEAST.items():
-        if _get(config, key) < least:
-            yield key, f"must be at least {least}"
-    for key in POSITIVE:
-        if not _get(config, key) > 0:
-            yield key, "must be positive"
-    for key in FRACTIONS:
-        if not 0 <= _get(config, key) <= 1:
-            yield key, "must lie in 0..1"
-    for key in ("optimizer.beta1", "optimizer.beta2"):
-        if _get(config, key) == 1:
-            yield key, "must be below 1"
+    def refused(keys: Iterable[str], is_good: Callable[[Any], bool], remedy: str) -> Iterator[Problem]:
+        for key in keys:
+            value = _get(config, key)
+            if value is not None and not is_good(value):  # comparisons with nan are false
+                yield key, remedy
+
+    for least in sorted(set(AT_LEAST.values())):
+        keys = [key for key, bound in AT_LEAST.items() if bound == least]
+        yield from refused(keys, partial(operator.le, least), f"must be at least {least}")
+    yield from refused(POSITIVE, lambda value: value > 0, "must be positive")
+    yield from refused(FRACTIONS, lambda value: 0 <= value <= 1, "must lie in 0..1")
+    yield from refused(("optimizer.beta1", "optimizer.beta2"), lambda value: value != 1, "must be below 1")
+    yield from refused(FINITE, lambda value: value < math.inf, "must be finite")
     shard = config.parallelism.data_parallel_shard_degree
     if shard < 1 and shard != -1:
         yield "parallelism.data_parallel_shard_degree", "must be at least 1, or -1 for all ranks that are left"
     batch = config.training.global_batch_size
     if batch < 1 and batch != -1:
         yield "training.global_batch_size", "must be at least 1, or -1 for no gradient accumulation"
+    profiler = config.profiler
+    cycle = profiler.profiler_warmup + profiler.profiler_active
+    if profiler.enable_profiling and profiler.profile_freq < cycle:
+        yield "profiler.profile_freq", f"must be at least profiler_warmup + profiler_active = {cycle}"
+    unknown = set(config.checkpoint.exclude_from_loading) - set(CHECKPOINT_PARTS)
+    if unknown:
+        yield "checkpoint.exclude_from_loading", f"no such part; choose among {', '.join(CHECKPOINT_PARTS)}"
+
+
+def _ignored(config: MulaTrainer.Config, values: Values) -> Iterator[Problem]:
+    """Keys that would have no effect."""
+    for key, source in DERIVED.items():
+        if values.origin(key) != "defaults":
+            yield key, f"follows from {source}; set that one and leave this out"
+    if config.checkpoint.create_seed_checkpoint:
+        yield "checkpoint.create_seed_checkpoint", "initial weights are the same on every mesh without it; set false"
+    if config.comm.mode == "local_tensor":
+        yield "comm.mode", "trains nothing in this torchtitan; set 'default'"
 
 
 def _degrees(config: MulaTrainer.Config, world_size: int) -> Iterator[Problem]:
@@ -183,14 +246,24 @@ def _paths(config: MulaTrainer.Config) -> Iterator[Problem]:
     if config.validator.enable:
         loaders["validator.dataloader"] = config.validator.dataloader
     for key, loader in loaders.items():
+        if not isinstance(loader, TokenDataLoader.Config):
+            continue  # another project's loader checks its own
         if loader.dataset_path and loader.sources:
             yield f"{key}.dataset_path", f"set either this or {key}.sources"
         elif not loader.dataset_path and not loader.sources:
             yield f"{key}.dataset_path", "set the folder that `mula-titan tokenize` wrote"
         elif loader.dataset_path and not _exists(loader.dataset_path):
             yield f"{key}.dataset_path", "no such file or folder; make it with `mula-titan tokenize`"
+        for source in loader.sources:
+            if not _exists(source.path):
+                yield f"{key}.sources", f"{source.path}: no such file or folder; make it with `mula-titan tokenize`"
     if not Path(config.hf_assets_path).is_dir():
         yield "hf_assets_path", "no such folder; it must hold the tokenizer's files (tokenizer.json)"
+    elif not any((Path(config.hf_assets_path) / name).is_file() for name in TOKENIZER_FILES):
+        yield "hf_assets_path", f"no tokenizer in this folder: none of {', '.join(TOKENIZER_FILES)}"
+    initial = config.checkpoint.initial_load_path
+    if config.checkpoint.enable and initial and not filesystem.is_remote(initial) and not Path(initial).is_dir():
+        yield "checkpoint.initial_load_path", "no such folder; `mula-titan import` and training write checkpoints"
     parent = Path(config.dump_folder).absolute()
     while not parent.exists():
         parent = parent.parent
