@@ -13,6 +13,7 @@ from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.tools.logging import logger
 
 from mula_titan.hf.checkpoint_info import write_checkpoint_info
+from mula_titan.hf.description import write_description
 
 RNG = "rng"
 """Key of the random states in a checkpoint; below it one entry per rank."""
@@ -77,8 +78,12 @@ class MulaCheckpointManager(CheckpointManager):
         """Save as torchtitan does, then describe the model beside the tensors."""
         result = super().dcp_save(state_dict, checkpoint_id, *args, **kwargs)
         if self.model_info is not None and dist.get_rank() == 0:
-            Path(checkpoint_id).mkdir(parents=True, exist_ok=True)
-            write_checkpoint_info(Path(checkpoint_id), **self.model_info)
+            folder = Path(checkpoint_id)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_checkpoint_info(folder, **self.model_info)
+            if kwargs.get("to_hf"):
+                args, tokenizer = self.model_info["args"], Path(self.model_info["hf_assets_path"])
+                write_description(folder, args, tokenizer, self.export_dtype)
         return result
 
     def newest(self) -> Path | None:
