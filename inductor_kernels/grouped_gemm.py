@@ -60,24 +60,72 @@ def _load_weight(
 
 
 @triton.jit
-def _rows_operand(ptr, R, COLS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, DESC: tl.constexpr):
-    """Something `_load_rows` can read: a descriptor over (R, COLS), or the pointer."""
+def _store_weight(
+    operand, e, row, col, value, ROWS: tl.constexpr, COLS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, DESC: tl.constexpr
+):
+    """Store a (BR, BC) block of expert e, clipped to ROWS x COLS."""
     if DESC:
-        return tl.make_tensor_descriptor(ptr, shape=[R, COLS], strides=[COLS, 1], block_shape=[BR, BC])
+        operand.store([e, row, col], value.to(operand.dtype).reshape(1, BR, BC))
+    else:
+        rows = row + tl.arange(0, BR)
+        _scatter_rows(operand + e.to(tl.int64) * ROWS * COLS, rows, col, value, COLS, COLS, BC, rows < ROWS)
+
+
+@triton.jit
+def _rows_operand(ptr, R, COLS: tl.constexpr, STRIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, DESC: tl.constexpr):
+    """Something `_load_rows` and `_store_rows` can use: a descriptor over (R, COLS) with rows STRIDE apart, or the pointer."""
+    if DESC:
+        return tl.make_tensor_descriptor(ptr, shape=[R, COLS], strides=[STRIDE, 1], block_shape=[BR, BC])
     else:
         return ptr
 
 
 @triton.jit
-def _load_rows(operand, row, col, COLS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, DESC: tl.constexpr):
+def _load_rows(
+    operand, row, col, COLS: tl.constexpr, STRIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, DESC: tl.constexpr
+):
     """(BR, BC) block of consecutive slots; zero outside COLS. Slots in use are a multiple of BR: no row mask."""
     if DESC:
         return operand.load([row, col])
     else:
         rows = row + tl.arange(0, BR)
         cols = col + tl.arange(0, BC)
-        ptrs = operand + rows.to(tl.int64)[:, None] * COLS + cols[None, :]
+        ptrs = operand + rows.to(tl.int64)[:, None] * STRIDE + cols[None, :]
         return tl.load(ptrs, mask=(cols < COLS)[None, :] & (rows >= 0)[:, None], other=0.0)
+
+
+@triton.jit
+def _store_rows(
+    operand,
+    row,
+    col,
+    value,
+    COLS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    DESC: tl.constexpr,
+):
+    """Store a (BR, BC) block of consecutive slots, clipped to COLS."""
+    if DESC:
+        operand.store([row, col], value.to(operand.dtype))
+    else:
+        rows = row + tl.arange(0, BR)
+        _scatter_rows(operand, rows, col, value, COLS, STRIDE, BC, rows >= 0)
+
+
+@triton.jit
+def _scatter_rows(ptr, rows, col, value, COLS: tl.constexpr, STRIDE: tl.constexpr, BC: tl.constexpr, row_mask):
+    """Store into columns [col, col + BC) of the given rows, clipped to COLS."""
+    cols = col + tl.arange(0, BC)
+    ptrs = ptr + rows.to(tl.int64)[:, None] * STRIDE + cols[None, :]
+    tl.store(ptrs, value.to(ptr.dtype.element_ty), mask=(cols < COLS)[None, :] & row_mask[:, None])
+
+
+@triton.jit
+def _split_columns(value, BM: tl.constexpr, BN: tl.constexpr):
+    """Left and right half of a (BM, BN) block, without leaving the registers."""
+    return value.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
 
 
 @triton.jit
@@ -92,11 +140,13 @@ def _gather_rows(ptr, picks, col, K: tl.constexpr, COLS: tl.constexpr, BC: tl.co
 
 
 @triton.jit
-def _store_rows(ptr, rows, col, value, COLS: tl.constexpr, WIDTH: tl.constexpr, BC: tl.constexpr, row_mask):
-    """Store into columns [col, col + BC) of a matrix of COLS columns, clipped to `WIDTH` columns from column 0."""
-    cols = tl.arange(0, BC)
-    ptrs = ptr + rows.to(tl.int64)[:, None] * COLS + (col + cols)[None, :]
-    tl.store(ptrs, value.to(ptr.dtype.element_ty), mask=(col + cols < WIDTH)[None, :] & row_mask[:, None])
+def _column_parts(value, BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
+    """Tuple of PARTS (a power of two) column blocks, left to right."""
+    if PARTS == 1:
+        return (value,)
+    else:
+        left, right = _split_columns(value, BM, BN)
+        return _column_parts(left, BM, BN // 2, PARTS // 2) + _column_parts(right, BM, BN // 2, PARTS // 2)
 
 
 @triton.jit
@@ -121,8 +171,8 @@ def _gate_up_kernel(
     GATHER: tl.constexpr,
     SAVE: tl.constexpr,
     DESC: tl.constexpr,
+    STORE_DESC: tl.constexpr,
     FLATTEN: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     num_m = tl.load(slots_in_use_ptr) // BM
@@ -130,14 +180,12 @@ def _gate_up_kernel(
     w1 = _weight_operand(w1_ptr, E, F, D, BN, BK, DESC)
     w3 = _weight_operand(w3_ptr, E, F, D, BN, BK, DESC)
     if not GATHER:
-        x = _rows_operand(x_ptr, R, D, BM, BK, DESC)
-    for tile in tl.range(
-        tl.program_id(0),
-        num_m * num_n,
-        tl.num_programs(0),
-        flatten=FLATTEN,
-        warp_specialize=WARP_SPECIALIZE,
-    ):
+        x = _rows_operand(x_ptr, R, D, D, BM, BK, DESC)
+    h_out = _rows_operand(h_ptr, R, F, F, BM, BN, STORE_DESC)
+    if SAVE:
+        gate_out = _rows_operand(gate_up_ptr, R, F, 2 * F, BM, BN, STORE_DESC)
+        up_out = _rows_operand(gate_up_ptr + F, R, F, 2 * F, BM, BN, STORE_DESC)
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
         m, n = _tile_coordinates(tile, num_m, num_n, GROUP_M)
         e = tl.load(expert_of_tile_ptr + m)
         rows = m * BM + tl.arange(0, BM)
@@ -149,7 +197,7 @@ def _gate_up_kernel(
             if GATHER:
                 a = _gather_rows(x_ptr, picks, k, K, D, BK)
             else:
-                a = _load_rows(x, m * BM, k, D, BM, BK, DESC)
+                a = _load_rows(x, m * BM, k, D, D, BM, BK, DESC)
             b1 = _load_weight(w1, e, n * BN, k, F, D, BN, BK, DESC)
             b3 = _load_weight(w3, e, n * BN, k, F, D, BN, BK, DESC)
             gate = tl.dot(a, b1.T, gate, input_precision=PRECISION)
@@ -157,14 +205,12 @@ def _gate_up_kernel(
         # Backward recomputes h from the stored pre-activations: round them first so that both see the same h.
         gate = gate.to(h_ptr.dtype.element_ty)
         up = up.to(h_ptr.dtype.element_ty)
-        all_rows = rows >= 0
         if SAVE:
-            cols = n * BN
-            _store_rows(gate_up_ptr, rows, cols, gate, 2 * F, F, BN, all_rows)
-            _store_rows(gate_up_ptr + F, rows, cols, up, 2 * F, F, BN, all_rows)
+            _store_rows(gate_out, m * BM, n * BN, gate, F, 2 * F, BM, BN, STORE_DESC)
+            _store_rows(up_out, m * BM, n * BN, up, F, 2 * F, BM, BN, STORE_DESC)
         gate32 = gate.to(tl.float32)
         h = gate32 * tl.sigmoid(gate32) * up.to(tl.float32)
-        _store_rows(h_ptr, rows, n * BN, h, F, F, BN, all_rows)
+        _store_rows(h_out, m * BM, n * BN, h, F, F, BM, BN, STORE_DESC)
 
 
 @triton.jit
@@ -186,35 +232,32 @@ def _down_kernel(
     GROUP_M: tl.constexpr,
     SCATTER: tl.constexpr,
     DESC: tl.constexpr,
+    STORE_DESC: tl.constexpr,
     FLATTEN: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     num_m = tl.load(slots_in_use_ptr) // BM
     num_n: tl.constexpr = (D + BN - 1) // BN
-    h = _rows_operand(h_ptr, R, F, BM, BK, DESC)
+    h = _rows_operand(h_ptr, R, F, F, BM, BK, DESC)
+    if not SCATTER:
+        out = _rows_operand(out_ptr, R, D, D, BM, BN // 2, STORE_DESC)
     w2 = _weight_operand(w2_ptr, E, D, F, BN, BK, DESC)
-    for tile in tl.range(
-        tl.program_id(0),
-        num_m * num_n,
-        tl.num_programs(0),
-        flatten=FLATTEN,
-        warp_specialize=WARP_SPECIALIZE,
-    ):
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
         m, n = _tile_coordinates(tile, num_m, num_n, GROUP_M)
         e = tl.load(expert_of_tile_ptr + m)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, F, BK):
-            a = _load_rows(h, m * BM, k, F, BM, BK, DESC)
+            a = _load_rows(h, m * BM, k, F, F, BM, BK, DESC)
             b = _load_weight(w2, e, n * BN, k, D, F, BN, BK, DESC)
             acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
-        rows = m * BM + tl.arange(0, BM)
         if SCATTER:
-            picks = tl.load(pick_of_slot_ptr + rows)
+            picks = tl.load(pick_of_slot_ptr + m * BM + tl.arange(0, BM))
             weights = tl.load(weights_ptr + picks, mask=picks >= 0, other=0.0).to(tl.float32)
-            _store_rows(out_ptr, picks, n * BN, acc * weights[:, None], D, D, BN, picks >= 0)
+            _scatter_rows(out_ptr, picks, n * BN, acc * weights[:, None], D, D, BN, picks >= 0)
         else:
-            _store_rows(out_ptr, rows, n * BN, acc, D, D, BN, rows >= 0)
+            left, right = _split_columns(acc, BM, BN)
+            _store_rows(out, m * BM, n * BN, left, D, D, BM, BN // 2, STORE_DESC)
+            _store_rows(out, m * BM, n * BN + BN // 2, right, D, D, BM, BN // 2, STORE_DESC)
 
 
 @triton.jit
@@ -239,23 +282,24 @@ def _down_backward_kernel(
     BK: tl.constexpr,
     GROUP_M: tl.constexpr,
     GATHER: tl.constexpr,
+    PARTS: tl.constexpr,
     DESC: tl.constexpr,
+    STORE_DESC: tl.constexpr,
     FLATTEN: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     num_m = tl.load(slots_in_use_ptr) // BM
     num_n: tl.constexpr = (F + BN - 1) // BN
+    SUB: tl.constexpr = BN // PARTS
     w2 = _weight_operand(w2_ptr, E, D, F, BK, BN, DESC)
     if not GATHER:
-        dout = _rows_operand(dout_ptr, R, D, BM, BK, DESC)
-    for tile in tl.range(
-        tl.program_id(0),
-        num_m * num_n,
-        tl.num_programs(0),
-        flatten=FLATTEN,
-        warp_specialize=WARP_SPECIALIZE,
-    ):
+        dout = _rows_operand(dout_ptr, R, D, D, BM, BK, DESC)
+    gate = _rows_operand(gate_up_ptr, R, F, 2 * F, BM, SUB, DESC)
+    up = _rows_operand(gate_up_ptr + F, R, F, 2 * F, BM, SUB, DESC)
+    dgate = _rows_operand(dgate_up_ptr, R, F, 2 * F, BM, SUB, DESC)
+    dup = _rows_operand(dgate_up_ptr + F, R, F, 2 * F, BM, SUB, DESC)
+    weighted_h = _rows_operand(weighted_h_ptr, R, F, F, BM, SUB, DESC)
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
         m, n = _tile_coordinates(tile, num_m, num_n, GROUP_M)
         e = tl.load(expert_of_tile_ptr + m)
         rows = m * BM + tl.arange(0, BM)
@@ -265,27 +309,29 @@ def _down_backward_kernel(
             if GATHER:
                 a = _gather_rows(dout_ptr, picks, k, K, D, BK)
             else:
-                a = _load_rows(dout, m * BM, k, D, BM, BK, DESC)
+                a = _load_rows(dout, m * BM, k, D, D, BM, BK, DESC)
             b = _load_weight(w2, e, k, n * BN, D, F, BK, BN, DESC)
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
 
-        cols = n * BN + tl.arange(0, BN)
-        in_F = (cols < F)[None, :] & (rows >= 0)[:, None]
-        gate_ptrs = gate_up_ptr + rows.to(tl.int64)[:, None] * (2 * F) + cols[None, :]
-        gate = tl.load(gate_ptrs, mask=in_F, other=0.0).to(tl.float32)
-        up = tl.load(gate_ptrs + F, mask=in_F, other=0.0).to(tl.float32)
+        # The epilogue needs several tiles at once: narrow column parts keep them in registers.
         weights = tl.load(weights_ptr + picks, mask=picks >= 0, other=0.0).to(tl.float32)
-        sig = tl.sigmoid(gate)
-        silu = gate * sig
-        h = (silu * up).to(weighted_h_ptr.dtype.element_ty).to(tl.float32)
+        parts = _column_parts(acc, BM, BN, PARTS)
+        dweight = tl.zeros((BM,), tl.float32)
+        for i in tl.static_range(PARTS):
+            col = n * BN + i * SUB
+            g = _load_rows(gate, m * BM, col, F, 2 * F, BM, SUB, DESC).to(tl.float32)
+            u = _load_rows(up, m * BM, col, F, 2 * F, BM, SUB, DESC).to(tl.float32)
+            sig = tl.sigmoid(g)
+            silu = g * sig
+            h = (silu * u).to(weighted_h_ptr.dtype.element_ty).to(tl.float32)
+            dweight += tl.sum(h * parts[i], axis=1)
+            dh = parts[i] * weights[:, None]
+            dg = dh * u * sig * (1 + g * (1 - sig))
+            _store_rows(weighted_h, m * BM, col, h * weights[:, None], F, F, BM, SUB, DESC)
+            _store_rows(dgate, m * BM, col, dg, F, 2 * F, BM, SUB, DESC)
+            _store_rows(dup, m * BM, col, dh * silu, F, 2 * F, BM, SUB, DESC)
         # <h, W2^T dout> over this tile's columns; the row's tiles are added later, in order.
-        tl.store(dweight_ptr + rows.to(tl.int64) * num_n + n, tl.sum(h * acc, axis=1))
-        dh = acc * weights[:, None]
-        all_rows = rows >= 0
-        _store_rows(weighted_h_ptr, rows, n * BN, h * weights[:, None], F, F, BN, all_rows)
-        dgate = dh * up * sig * (1 + gate * (1 - sig))
-        _store_rows(dgate_up_ptr, rows, n * BN, dgate, 2 * F, F, BN, all_rows)
-        _store_rows(dgate_up_ptr + F, rows, n * BN, dh * silu, 2 * F, F, BN, all_rows)
+        tl.store(dweight_ptr + rows.to(tl.int64) * num_n + n, dweight)
 
 
 @triton.jit
@@ -307,39 +353,36 @@ def _gate_up_backward_kernel(
     GROUP_M: tl.constexpr,
     SCATTER: tl.constexpr,
     DESC: tl.constexpr,
+    STORE_DESC: tl.constexpr,
     FLATTEN: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     num_m = tl.load(slots_in_use_ptr) // BM
     num_n: tl.constexpr = (D + BN - 1) // BN
-    dgate_up = _rows_operand(dgate_up_ptr, R, 2 * F, BM, BK, DESC)
+    dgate_up = _rows_operand(dgate_up_ptr, R, 2 * F, 2 * F, BM, BK, DESC)
+    if not SCATTER:
+        dx = _rows_operand(dx_ptr, R, D, D, BM, BN // 2, STORE_DESC)
     w1 = _weight_operand(w1_ptr, E, F, D, BK, BN, DESC)
     w3 = _weight_operand(w3_ptr, E, F, D, BK, BN, DESC)
-    for tile in tl.range(
-        tl.program_id(0),
-        num_m * num_n,
-        tl.num_programs(0),
-        flatten=FLATTEN,
-        warp_specialize=WARP_SPECIALIZE,
-    ):
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
         m, n = _tile_coordinates(tile, num_m, num_n, GROUP_M)
         e = tl.load(expert_of_tile_ptr + m)
         acc = tl.zeros((BM, BN), tl.float32)
         # Where BK doesn't divide F the last dgate block reads into dup: the weight block is zero there.
         for k in tl.range(0, F, BK):
-            a1 = _load_rows(dgate_up, m * BM, k, 2 * F, BM, BK, DESC)
+            a1 = _load_rows(dgate_up, m * BM, k, 2 * F, 2 * F, BM, BK, DESC)
             b1 = _load_weight(w1, e, k, n * BN, F, D, BK, BN, DESC)
             acc = tl.dot(a1, b1, acc, input_precision=PRECISION)
-            a3 = _load_rows(dgate_up, m * BM, F + k, 2 * F, BM, BK, DESC)
+            a3 = _load_rows(dgate_up, m * BM, F + k, 2 * F, 2 * F, BM, BK, DESC)
             b3 = _load_weight(w3, e, k, n * BN, F, D, BK, BN, DESC)
             acc = tl.dot(a3, b3, acc, input_precision=PRECISION)
-        rows = m * BM + tl.arange(0, BM)
         if SCATTER:
-            picks = tl.load(pick_of_slot_ptr + rows)
-            _store_rows(dx_ptr, picks, n * BN, acc, D, D, BN, picks >= 0)
+            picks = tl.load(pick_of_slot_ptr + m * BM + tl.arange(0, BM))
+            _scatter_rows(dx_ptr, picks, n * BN, acc, D, D, BN, picks >= 0)
         else:
-            _store_rows(dx_ptr, rows, n * BN, acc, D, D, BN, rows >= 0)
+            left, right = _split_columns(acc, BM, BN)
+            _store_rows(dx, m * BM, n * BN, left, D, D, BM, BN // 2, STORE_DESC)
+            _store_rows(dx, m * BM, n * BN + BN // 2, right, D, D, BM, BN // 2, STORE_DESC)
 
 
 @triton.jit
@@ -363,8 +406,8 @@ def _weight_grad_kernel(
     GATHER_A: tl.constexpr,
     GATHER_B: tl.constexpr,
     DESC: tl.constexpr,
+    STORE_DESC: tl.constexpr,
     FLATTEN: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """out[e] = A_e^T B_e over the slots of e; the first A_COLS columns of A go to out0, the next (HALVES = 2) to out1."""
@@ -373,16 +416,13 @@ def _weight_grad_kernel(
     num_n: tl.constexpr = (B_COLS + BN - 1) // BN
     ALL_A_COLS: tl.constexpr = A_COLS * HALVES
     if not GATHER_A:
-        a_rows = _rows_operand(a_ptr, R, ALL_A_COLS, BK, BM, DESC)
+        a_rows = _rows_operand(a_ptr, R, ALL_A_COLS, ALL_A_COLS, BK, BM, DESC)
     if not GATHER_B:
-        b_rows = _rows_operand(b_ptr, R, B_COLS, BK, BN, DESC)
-    for tile in tl.range(
-        tl.program_id(0),
-        E * num_m * num_n,
-        tl.num_programs(0),
-        flatten=FLATTEN,
-        warp_specialize=WARP_SPECIALIZE,
-    ):
+        b_rows = _rows_operand(b_ptr, R, B_COLS, B_COLS, BK, BN, DESC)
+    out0 = _weight_operand(out0_ptr, E, A_COLS, B_COLS, BM, BN // 2, STORE_DESC)
+    if HALVES == 2:
+        out1 = _weight_operand(out1_ptr, E, A_COLS, B_COLS, BM, BN // 2, STORE_DESC)
+    for tile in tl.range(tl.program_id(0), E * num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
         e = tile // (num_m * num_n)
         m, n = _tile_coordinates(tile % (num_m * num_n), num_m, num_n, GROUP_M)
         half = m // num_half
@@ -396,18 +436,19 @@ def _weight_grad_kernel(
             if GATHER_A:
                 a = _gather_rows(a_ptr, picks, half * A_COLS + col_a, K, ALL_A_COLS, BM)
             else:
-                a = _load_rows(a_rows, k, half * A_COLS + col_a, ALL_A_COLS, BK, BM, DESC)
+                a = _load_rows(a_rows, k, half * A_COLS + col_a, ALL_A_COLS, ALL_A_COLS, BK, BM, DESC)
             if GATHER_B:
                 b = _gather_rows(b_ptr, picks, n * BN, K, B_COLS, BN)
             else:
-                b = _load_rows(b_rows, k, n * BN, B_COLS, BK, BN, DESC)
+                b = _load_rows(b_rows, k, n * BN, B_COLS, B_COLS, BK, BN, DESC)
             acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
-        cols_a = col_a + tl.arange(0, BM)
-        rows = e.to(tl.int64) * A_COLS + cols_a
+        left, right = _split_columns(acc, BM, BN)
         if HALVES == 1 or half == 0:
-            _store_rows(out0_ptr, rows, n * BN, acc, B_COLS, B_COLS, BN, cols_a < A_COLS)
+            _store_weight(out0, e, col_a, n * BN, left, A_COLS, B_COLS, BM, BN // 2, STORE_DESC)
+            _store_weight(out0, e, col_a, n * BN + BN // 2, right, A_COLS, B_COLS, BM, BN // 2, STORE_DESC)
         else:
-            _store_rows(out1_ptr, rows, n * BN, acc, B_COLS, B_COLS, BN, cols_a < A_COLS)
+            _store_weight(out1, e, col_a, n * BN, left, A_COLS, B_COLS, BM, BN // 2, STORE_DESC)
+            _store_weight(out1, e, col_a, n * BN + BN // 2, right, A_COLS, B_COLS, BM, BN // 2, STORE_DESC)
 
 
 def _descriptors_fit(config: GemmConfig, *tensors: torch.Tensor) -> bool:
@@ -433,9 +474,9 @@ def _launch_options(config: GemmConfig, *tensors: torch.Tensor) -> dict:
         "BN": config.block_n,
         "BK": config.block_k,
         "GROUP_M": config.group_m,
-        "DESC": _descriptors_fit(config, *tensors),
+        "DESC": (fits := _descriptors_fit(config, *tensors)),
+        "STORE_DESC": fits and config.descriptor_stores,
         "FLATTEN": config.flatten,
-        "WARP_SPECIALIZE": config.warp_specialize,
         "PRECISION": _precision(tensors[0]),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
@@ -512,8 +553,12 @@ def down_backward(
     gate_up_R2F: torch.Tensor,
     plan: Plan,
     config: GemmConfig,
+    overwrite: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradient through the down-projection, the routing weight and SwiGLU.
+
+    Args:
+        overwrite: write the gradients of the pre-activations over `gate_up_R2F`, the largest tensor of the layer.
 
     Returns:
         dgate_up_R2F: gradients of the pre-activations.
@@ -523,7 +568,7 @@ def down_backward(
     E, D, F = w2_EDF.shape
     R = gate_up_R2F.shape[0]
     num_n = triton.cdiv(F, config.block_n)
-    dgate_up_R2F = torch.empty_like(gate_up_R2F)
+    dgate_up_R2F = gate_up_R2F if overwrite else torch.empty_like(gate_up_R2F)
     weighted_h_RF = gate_up_R2F.new_empty(R, F)
     dweight_RN = torch.empty(R, num_n, dtype=torch.float32, device=gate_up_R2F.device)
     tiles = plan.expert_of_tile_M.shape[0] * num_n
@@ -544,6 +589,7 @@ def down_backward(
         D=D,
         F=F,
         GATHER=config.gather,
+        PARTS=config.epilogue_parts,
         **_launch_options(config, dout_TD, w2_EDF),
     )
     return dgate_up_R2F, weighted_h_RF, dweight_RN

@@ -92,8 +92,8 @@ def _assign_kernel(
     num_tiles = num_slots // ROW_TILE
     for start in range(block * TILES, num_tiles, num_blocks * TILES):
         tiles = start + tl.arange(0, TILES)
-        expert = tl.sum((ends[None, :] <= (tiles * ROW_TILE)[:, None]).to(tl.int32) * is_expert[None, :], axis=1)
-        tl.store(expert_of_tile_ptr + tiles, expert, mask=tiles < num_tiles)
+        owner = tl.sum((ends[None, :] <= (tiles * ROW_TILE)[:, None]).to(tl.int32) * is_expert[None, :], axis=1)
+        tl.store(expert_of_tile_ptr + tiles, owner, mask=tiles < num_tiles)
 
     if block == 0:
         tl.store(segment_ptr, 0)

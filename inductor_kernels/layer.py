@@ -9,20 +9,27 @@ import torch
 import triton
 
 from . import grouped_gemm
-from .combine import combine, fill_missing, reduce_dweight
-from .configs import layer_config
+from .configs import GemmConfig, layer_config
 from .index import build_plan
+from .permute import combine, fill_missing, gather, reduce_dweight
 from .plan import Plan
 
 __all__ = ["backward", "build_plan", "forward"]
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """Memory for tensor descriptors that kernels make; the caching allocator ties it to the current stream."""
+    """Memory for the tensor descriptors that kernels make, from the caching allocator."""
     return torch.empty(size, dtype=torch.int8, device=torch.accelerator.current_accelerator())
 
 
-triton.set_allocator(_scratch)
+def _provide_scratch() -> None:
+    """Triton keeps its allocator in a context variable, which autograd's own threads don't inherit: set it per call."""
+    triton.set_allocator(_scratch)
+
+
+def _rows(x_TD: torch.Tensor, plan: Plan, config: GemmConfig) -> torch.Tensor:
+    """What the GEMM of `config` reads: the tokens themselves, or a gathered copy in slot order."""
+    return x_TD if config.gather else gather(x_TD, plan)
 
 
 def forward(
@@ -35,8 +42,10 @@ def forward(
     save: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `reference.forward`. Without `save`, gate_up_R2F is empty."""
+    _provide_scratch()
     config = layer_config(x_TD.device, x_TD.dtype)
-    h_RF, gate_up_R2F = grouped_gemm.gate_up(x_TD, w1_EFD, w3_EFD, plan, config.gate_up, save)
+    x = _rows(x_TD, plan, config.gate_up)
+    h_RF, gate_up_R2F = grouped_gemm.gate_up(x, w1_EFD, w3_EFD, plan, config.gate_up, save)
     out = grouped_gemm.down(h_RF, w2_EDF, weights_TK, plan, config.down)
     if weights_TK.shape[1] == 1:
         fill_missing(out, plan)
@@ -54,19 +63,25 @@ def backward(
     w2_EDF: torch.Tensor,
     gate_up_R2F: torch.Tensor,
     plan: Plan,
+    overwrite: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `reference.backward`. The order of the steps keeps the peak memory low: dW2 frees h before dx is made."""
+    """See `reference.backward`. The order of the steps keeps few row tensors alive at once."""
+    _provide_scratch()
     config = layer_config(x_TD.device, x_TD.dtype)
+    dout = _rows(dout_TD, plan, config.down_backward)
     dgate_up_R2F, weighted_h_RF, dweight_RN = grouped_gemm.down_backward(
-        dout_TD, w2_EDF, weights_TK, gate_up_R2F, plan, config.down_backward
+        dout, w2_EDF, weights_TK, gate_up_R2F, plan, config.down_backward, overwrite
     )
     dweights_TK = reduce_dweight(dweight_RN, plan, weights_TK.dtype)
-    dw2_EDF = grouped_gemm.down_weight_grad(dout_TD, weighted_h_RF, plan, config.down_weight_grad)
-    del weighted_h_RF
+    if config.down_weight_grad.gather != config.down_backward.gather:
+        dout = _rows(dout_TD, plan, config.down_weight_grad)
+    dw2_EDF = grouped_gemm.down_weight_grad(dout, weighted_h_RF, plan, config.down_weight_grad)
+    del dout, weighted_h_RF
     dx = grouped_gemm.gate_up_backward(dgate_up_R2F, w1_EFD, w3_EFD, plan, config.gate_up_backward)
     if weights_TK.shape[1] == 1:
         fill_missing(dx, plan)
     else:
         dx = combine(dx, plan, None)
-    dw1_EFD, dw3_EFD = grouped_gemm.gate_up_weight_grad(dgate_up_R2F, x_TD, plan, config.gate_up_weight_grad)
+    x = _rows(x_TD, plan, config.gate_up_weight_grad)
+    dw1_EFD, dw3_EFD = grouped_gemm.gate_up_weight_grad(dgate_up_R2F, x, plan, config.gate_up_weight_grad)
     return dx, dweights_TK, dw1_EFD, dw3_EFD, dw2_EDF

@@ -124,11 +124,25 @@ def _moe_experts_backward(
     segment_E1: torch.Tensor,
     expert_of_tile_M: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    plan = Plan(slot_of_pick_TK, pick_of_slot_R, segment_E1, expert_of_tile_M)
+    return _gradients(dout_TD, x_TD, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF, gate_up_R2F, plan, overwrite=False)
+
+
+def _gradients(
+    dout_TD: torch.Tensor,
+    x_TD: torch.Tensor,
+    topk_weights_TK: torch.Tensor,
+    w1_EFD: torch.Tensor,
+    w3_EFD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    gate_up_R2F: torch.Tensor,
+    plan: Plan,
+    overwrite: bool,
+) -> tuple[torch.Tensor, ...]:
     inputs = (dout_TD, x_TD, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF)
     if topk_weights_TK.numel() == 0:
         return tuple(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in inputs[1:])
-    plan = Plan(slot_of_pick_TK, pick_of_slot_R, segment_E1, expert_of_tile_M)
-    return _run("backward", x_TD.device, *(t.contiguous() for t in inputs), gate_up_R2F, plan)
+    return _run("backward", x_TD.device, *(t.contiguous() for t in inputs), gate_up_R2F, plan, overwrite)
 
 
 @_moe_experts_backward.register_fake
@@ -148,7 +162,16 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, dout_TD, *_):
     if dout_TD is None:
         return (None,) * 8
-    dx_TD, dweights_TK, dw1_EFD, dw3_EFD, dw2_EDF = _moe_experts_backward(dout_TD, *ctx.saved_tensors)
+    *inputs, gate_up_R2F, slot_of_pick_TK, pick_of_slot_R, segment_E1, expert_of_tile_M = ctx.saved_tensors
+    plan = Plan(slot_of_pick_TK, pick_of_slot_R, segment_E1, expert_of_tile_M)
+    if type(gate_up_R2F) is torch.Tensor:
+        # Not traced: reuse the memory of the saved pre-activations. A second backward through the same graph then
+        # raises torch's "modified by an inplace operation" instead of reading what is no longer there.
+        grads = _gradients(dout_TD, *inputs, gate_up_R2F, plan, overwrite=True)
+        torch.autograd.graph.increment_version(gate_up_R2F)
+    else:
+        grads = _moe_experts_backward(dout_TD, *inputs, gate_up_R2F, *plan)
+    dx_TD, dweights_TK, dw1_EFD, dw3_EFD, dw2_EDF = grads
     return dx_TD, None, dweights_TK, dw1_EFD, dw3_EFD, dw2_EDF, None, None
 
 

@@ -105,8 +105,12 @@ def backward(
     w2_EDF: torch.Tensor,
     gate_up_R2F: torch.Tensor,
     plan: Plan,
+    overwrite: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of x, weights, w1, w3, w2. The down-projection's output isn't needed: dw[t, k] = <h, W2^T dout[t]>."""
+    """Gradients of x, weights, w1, w3, w2. The down-projection's output isn't needed: dw[t, k] = <h, W2^T dout[t]>.
+
+    `overwrite` allows the caller's `gate_up_R2F` to be destroyed; only the kernels make use of it.
+    """
     K = weights_TK.shape[1]
     Fdim = w2_EDF.shape[2]
     dw1_EFD, dw3_EFD, dw2_EDF = torch.zeros_like(w1_EFD), torch.zeros_like(w3_EFD), torch.zeros_like(w2_EDF)

@@ -1,6 +1,6 @@
-"""Token-major reductions: un-permute with fp32 accumulation, and the routing-weight gradient.
+"""Moves between token order and slot order: gather, un-permute with fp32 accumulation, routing-weight gradient.
 
-Each program owns its output rows, reads the slots of its picks from the plan and adds them in pick order: no atomics.
+Each program owns its output rows and adds the slots of its picks in pick order: no atomics.
 
 Shape suffixes: T tokens, K picks per token, D model width, R slots, N column tiles of the GEMM that made the partials.
 """
@@ -12,6 +12,18 @@ import triton
 import triton.language as tl
 
 from .plan import Plan
+
+
+@triton.jit
+def _gather_kernel(
+    x_ptr, pick_of_slot_ptr, slots_in_use_ptr, out_ptr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    slot = tl.program_id(0).to(tl.int64)
+    if slot < tl.load(slots_in_use_ptr):
+        cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+        pick = tl.load(pick_of_slot_ptr + slot).to(tl.int64)
+        row = tl.load(x_ptr + pick // K * D + cols, mask=(cols < D) & (pick >= 0), other=0.0)
+        tl.store(out_ptr + slot * D + cols, row, mask=cols < D)
 
 
 @triton.jit
@@ -61,8 +73,29 @@ def _reduce_dweight_kernel(
 
 
 def _column_blocks(D: int) -> tuple[int, int]:
-    block = min(1024, triton.next_power_of_2(D))
+    """Block width and count: the widest power of two up to 2048 that divides D, else 1024 with a masked tail."""
+    block = min(D & -D, 2048)
+    if block < 512:
+        block = min(1024, triton.next_power_of_2(D))
     return block, triton.cdiv(D, block)
+
+
+def gather(x_TD: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """Rows of x in slot order, zero in padding slots; slots that aren't in use stay unwritten."""
+    R, D = plan.pick_of_slot_R.shape[0], x_TD.shape[1]
+    out_RD = x_TD.new_empty(R, D)
+    block, num_blocks = _column_blocks(D)
+    _gather_kernel[(R, num_blocks)](
+        x_TD,
+        plan.pick_of_slot_R,
+        plan.segment_E1[-1:],
+        out_RD,
+        K=plan.slot_of_pick_TK.shape[1],
+        D=D,
+        BLOCK_D=block,
+        num_warps=4,
+    )
+    return out_RD
 
 
 def combine(rows_RD: torch.Tensor, plan: Plan, weights_TK: torch.Tensor | None) -> torch.Tensor:
