@@ -12,6 +12,7 @@ import types
 import typing
 from collections.abc import Iterator
 from dataclasses import is_dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union
@@ -89,10 +90,15 @@ def meaning(cls: type, field: str, prefix: str) -> str:
 
 def torchtitan_text(name: str) -> str:
     """The text of a key in torchtitan_keys.toml; "" if it lacks one."""
-    tree = tomli.loads(TORCHTITAN_KEYS.read_text(encoding="utf-8"))
+    tree = _torchtitan_texts()
     for part in name.split("."):
         tree = tree.get(part, {})
     return tree or ""
+
+
+@cache
+def _torchtitan_texts() -> dict[str, Any]:
+    return tomli.loads(TORCHTITAN_KEYS.read_text(encoding="utf-8"))
 
 
 def type_text(hint: Any) -> str:

@@ -162,7 +162,8 @@ def _registry_function(module: str, name: str, values: Values) -> Any:
 
 
 def _choose(name: Any, known: list[str]) -> str:
-    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+    longer = [other for other in known if name and other.startswith(str(name))]
+    close = longer or difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(map(repr, known))}"
 
 

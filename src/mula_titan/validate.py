@@ -67,6 +67,7 @@ FINITE = ("optimizer.lr", "optimizer.eps", "optimizer.weight_decay")
 DERIVED = {
     "dataloader.document_mask": "model.document_mask",
     "dataloader.vocab_size": "model.vocab_size",
+    "dataloader.global_batch_size": "training.global_batch_size",
     "validator.dataloader.document_mask": "model.document_mask",
     "validator.dataloader.vocab_size": "model.vocab_size",
 }
@@ -223,6 +224,12 @@ def _model_fits(config: MulaTrainer.Config) -> Iterator[Problem]:
         yield (
             "model.document_mask",
             "context parallelism has no mask for sdpa; set false, or attention = 'flex'",
+        )
+    if config.checkpoint.last_save_in_hf and model.expert_bias_rate:
+        yield (
+            "checkpoint.last_save_in_hf",
+            "Hugging Face's models have no place for the experts' biases of model.expert_bias_rate; set false and "
+            "use `mula-titan export --drop-expert-bias`",
         )
     if model.tie_embeddings and p.pipeline_parallel_degree > 1:
         yield "model.tie_embeddings", "pipeline parallelism puts embedding and head on different ranks; set false"

@@ -1,0 +1,24 @@
+"""The public surface: keys appear and vanish on purpose only, and the documentation has them all."""
+
+from tests.config.cases import ROOT
+from tests.config.test_overlay import document_config
+
+HINT = "If that is intended, run `python scripts/document_config.py` and commit what it writes."
+
+
+def test_keys_are_frozen() -> None:
+    frozen = set((ROOT / "tests" / "config" / "keys.txt").read_text().split())
+    keys = set(document_config.key_list().split())
+    new, gone = sorted(keys - frozen), sorted(frozen - keys)
+    assert not new, f"new configuration keys: {new}. {HINT}"
+    assert not gone, f"configuration keys that users may have in their files are gone: {gone}. {HINT}"
+
+
+def test_every_key_is_described() -> None:
+    nameless = [key.name for key in document_config.all_keys() if not key.text]
+    assert not nameless, f"describe {nameless} below the field, or torchtitan's in scripts/torchtitan_keys.toml"
+
+
+def test_documentation_is_up_to_date() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert document_config.page(text) == text, "run `python scripts/document_config.py`"
