@@ -34,12 +34,12 @@ def _run(flavor: str, **sections) -> MulaTrainer.Config:
 
 def mula_debug() -> MulaTrainer.Config:
     """A Mixture-of-Experts model of 2.4 M parameters for a CPU."""
-    return _run("mula_debug", training=_cpu_training())
+    return _run("mula_debug", hf_assets_path="./assets/tokenizer", training=_cpu_training())
 
 
 def mula_debug_dense() -> MulaTrainer.Config:
     """A dense model of 1.4 M parameters for a CPU."""
-    return _run("mula_debug_dense", training=_cpu_training())
+    return _run("mula_debug_dense", hf_assets_path="./assets/tokenizer", training=_cpu_training())
 
 
 def mula_1b() -> MulaTrainer.Config:

@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.config.override import apply_overrides
+from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 from torchtitan.trainer import Trainer
 
-from mula_titan.components.experts import KernelRoutedExperts
+from mula_titan.components.experts import KernelGroupedExperts, KernelRoutedExperts
 from mula_titan.data.tokenize import TokenizeOptions, tokenize
 
 HERE = Path(__file__).resolve().parent
@@ -59,3 +61,37 @@ def test_example_trains_with_torchtitan(tmp_path: Path, monkeypatch: pytest.Monk
     dcp.load({"layers.0.moe.expert_bias_E": bias_E}, checkpoint_id=tmp_path / "out" / "checkpoint" / "step-20")
     assert 1e-3 <= bias_E.abs().max() <= 20 * 2e-3
     assert bias_E.sum().abs() < 1e-6
+
+
+def test_the_page_shows_this_example() -> None:
+    code = (HERE / "example_project" / "config_registry.py").read_text(encoding="utf-8").rstrip()
+    page = (ROOT / "docs" / "reuse.md").read_text(encoding="utf-8")
+    assert f"```python\n{code}\n```" in page, "copy tests/reuse/example_project/config_registry.py into docs/reuse.md"
+
+
+@pytest.mark.parametrize("name", ["kernel_routed_experts", "kernel_grouped_experts"])
+def test_kernels_in_a_model_of_torchtitan(name: str) -> None:
+    """One Mixture-of-Experts layer of Qwen3's debug model: the override changes the experts, not the numbers."""
+    config = qwen3_moe_debug()
+    stock = _moe_layer(config)
+    config.override.imports = [f"mula_titan.components.experts.{name}"]
+    assert apply_overrides(config.override, config)
+    ours = _moe_layer(config)
+    assert type(ours.routed_experts.inner_experts) is KernelGroupedExperts
+    assert (type(ours.routed_experts) is KernelRoutedExperts) == (name == "kernel_routed_experts")
+
+    torch.manual_seed(0)
+    for parameter in stock.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    ours.load_state_dict(stock.state_dict())
+    dim = config.model_spec.model.dim
+    x_BLD = torch.randn(2, 16, dim)
+    out_BLD, reference_BLD = ours(x_BLD), stock(x_BLD)
+    # torchtitan's experts compute in bfloat16 whatever their parameters are: 8 bits of mantissa.
+    assert reference_BLD.abs().max() > 0.01
+    torch.testing.assert_close(out_BLD, reference_BLD, rtol=0, atol=2e-2 * reference_BLD.abs().max().item())
+
+
+def _moe_layer(config: Trainer.Config) -> torch.nn.Module:
+    layer = next(layer for layer in config.model_spec.model.layers if layer.moe is not None)
+    return layer.moe.build()
