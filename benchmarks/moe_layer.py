@@ -232,9 +232,7 @@ def run_shape(label: str, shape: Shape, imbalanced: bool, only: list[str], rate:
     torch.manual_seed(0)
     inputs = make_inputs(shape, imbalanced)
     dout_TD = torch.randn_like(inputs.x_TD)
-    truth_inputs = Inputs(
-        *(t.detach().float().requires_grad_() if t.is_floating_point() else t for t in inputs)
-    )
+    truth_inputs = Inputs(*(t.detach().float().requires_grad_() if t.is_floating_point() else t for t in inputs))
     truth = gradients(per_expert_loop, truth_inputs, dout_TD.float())
     del truth_inputs
     load_E = torch.bincount(inputs.ids_TK.flatten(), minlength=shape.E).float()

@@ -25,8 +25,6 @@ class GemmConfig:
     """Pipeline across tiles, so that the next tile's loads overlap this tile's epilogue."""
     descriptor_stores: bool = True
     """Store contiguous results through descriptors too."""
-    epilogue_parts: int = 2
-    """Column parts (1, 2 or 4) that the epilogue of `down_backward` handles one after the other, to save registers."""
     persistent: bool = True
     gather: bool = True
     """Gather rows inside the GEMM's loads; otherwise its input was gathered beforehand."""
@@ -61,12 +59,16 @@ def _uniform(**kwargs) -> LayerConfig:
 
 
 _HOPPER_BF16 = LayerConfig(
-    gate_up=GemmConfig(block_m=128, block_n=128, block_k=64, num_stages=4),
+    gate_up=GemmConfig(block_m=128, block_n=128, block_k=64, num_stages=4, group_m=12, descriptor_stores=False),
     down=GemmConfig(block_m=128, block_n=256, block_k=64, num_stages=3, flatten=True),
-    down_backward=GemmConfig(block_m=128, block_n=128, block_k=64, num_stages=4, epilogue_parts=4),
-    gate_up_backward=GemmConfig(block_m=128, block_n=256, block_k=32, num_stages=4),
-    gate_up_weight_grad=GemmConfig(block_m=128, block_n=256, block_k=64, num_stages=3, flatten=True, gather=False),
-    down_weight_grad=GemmConfig(block_m=128, block_n=256, block_k=64, num_stages=3, flatten=True, gather=False),
+    down_backward=GemmConfig(block_m=128, block_n=256, block_k=64, num_stages=3, group_m=4, flatten=True, gather=False),
+    gate_up_backward=GemmConfig(block_m=128, block_n=256, block_k=64, num_stages=3, flatten=True),
+    gate_up_weight_grad=GemmConfig(
+        block_m=128, block_n=256, block_k=64, num_stages=3, group_m=4, flatten=True, gather=False
+    ),
+    down_weight_grad=GemmConfig(
+        block_m=128, block_n=256, block_k=64, num_stages=3, group_m=4, flatten=True, gather=False
+    ),
 )
 _GENERIC_16BIT = _uniform(block_m=64, block_n=128, block_k=32, num_warps=4, num_stages=3)
 _GENERIC_FP32 = _uniform(block_m=64, block_n=64, block_k=32, num_warps=4, num_stages=2)

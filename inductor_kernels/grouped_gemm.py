@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from .configs import GemmConfig, num_programs
+from .launch import launch
 from .plan import Plan
 
 
@@ -60,8 +61,69 @@ def _load_weight(
 
 
 @triton.jit
+def _pair_operand(
+    ptr,
+    stride,
+    E,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    DESC: tl.constexpr,
+):
+    """What `_load_pair` reads: two weights of one shape, the second `stride` elements from the first, as one operand.
+
+    A descriptor's strides can't be negative: where the second weight lies before the first, it comes first (SWAPPED).
+    """
+    if DESC:
+        base = ptr
+        if SWAPPED:
+            base = ptr + stride
+            stride = -stride
+        return tl.make_tensor_descriptor(
+            base, shape=[2, E, ROWS, COLS], strides=[stride, ROWS * COLS, COLS, 1], block_shape=[1, 1, BR, BC]
+        )
+    else:
+        return ptr
+
+
+@triton.jit
+def _load_pair(
+    operand,
+    stride,
+    half,
+    e,
+    row,
+    col,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    DESC: tl.constexpr,
+):
+    """(BR, BC) block of expert e of the first (half = 0) or second weight; zero outside ROWS x COLS."""
+    if DESC:
+        if SWAPPED:
+            half = 1 - half
+        return operand.load([half, e, row, col]).reshape(BR, BC)
+    else:
+        return _load_weight(operand + half * stride, e, row, col, ROWS, COLS, BR, BC, False)
+
+
+@triton.jit
 def _store_weight(
-    operand, e, row, col, value, ROWS: tl.constexpr, COLS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, DESC: tl.constexpr
+    operand,
+    e,
+    row,
+    col,
+    value,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    DESC: tl.constexpr,
 ):
     """Store a (BR, BC) block of expert e, clipped to ROWS x COLS."""
     if DESC:
@@ -72,7 +134,9 @@ def _store_weight(
 
 
 @triton.jit
-def _rows_operand(ptr, R, COLS: tl.constexpr, STRIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, DESC: tl.constexpr):
+def _rows_operand(
+    ptr, R, COLS: tl.constexpr, STRIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, DESC: tl.constexpr
+):
     """Something `_load_rows` and `_store_rows` can use: a descriptor over (R, COLS) with rows STRIDE apart, or the pointer."""
     if DESC:
         return tl.make_tensor_descriptor(ptr, shape=[R, COLS], strides=[STRIDE, 1], block_shape=[BR, BC])
@@ -137,16 +201,6 @@ def _gather_rows(ptr, picks, col, K: tl.constexpr, COLS: tl.constexpr, BC: tl.co
     if COLS % BC != 0:
         mask = mask & (cols < COLS)[None, :]
     return tl.load(ptrs, mask=mask, other=0.0)
-
-
-@triton.jit
-def _column_parts(value, BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
-    """Tuple of PARTS (a power of two) column blocks, left to right."""
-    if PARTS == 1:
-        return (value,)
-    else:
-        left, right = _split_columns(value, BM, BN)
-        return _column_parts(left, BM, BN // 2, PARTS // 2) + _column_parts(right, BM, BN // 2, PARTS // 2)
 
 
 @triton.jit
@@ -266,12 +320,8 @@ def _down_backward_kernel(
     pick_of_slot_ptr,
     expert_of_tile_ptr,
     slots_in_use_ptr,
-    weights_ptr,
     w2_ptr,
-    gate_up_ptr,
-    dgate_up_ptr,
-    weighted_h_ptr,
-    dweight_ptr,
+    dh_ptr,
     E,
     R,
     K: tl.constexpr,
@@ -282,7 +332,6 @@ def _down_backward_kernel(
     BK: tl.constexpr,
     GROUP_M: tl.constexpr,
     GATHER: tl.constexpr,
-    PARTS: tl.constexpr,
     DESC: tl.constexpr,
     STORE_DESC: tl.constexpr,
     FLATTEN: tl.constexpr,
@@ -290,20 +339,15 @@ def _down_backward_kernel(
 ):
     num_m = tl.load(slots_in_use_ptr) // BM
     num_n: tl.constexpr = (F + BN - 1) // BN
-    SUB: tl.constexpr = BN // PARTS
     w2 = _weight_operand(w2_ptr, E, D, F, BK, BN, DESC)
+    dh = _rows_operand(dh_ptr, R, F, F, BM, BN // 2, STORE_DESC)
     if not GATHER:
         dout = _rows_operand(dout_ptr, R, D, D, BM, BK, DESC)
-    gate = _rows_operand(gate_up_ptr, R, F, 2 * F, BM, SUB, DESC)
-    up = _rows_operand(gate_up_ptr + F, R, F, 2 * F, BM, SUB, DESC)
-    dgate = _rows_operand(dgate_up_ptr, R, F, 2 * F, BM, SUB, DESC)
-    dup = _rows_operand(dgate_up_ptr + F, R, F, 2 * F, BM, SUB, DESC)
-    weighted_h = _rows_operand(weighted_h_ptr, R, F, F, BM, SUB, DESC)
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
         m, n = _tile_coordinates(tile, num_m, num_n, GROUP_M)
         e = tl.load(expert_of_tile_ptr + m)
-        rows = m * BM + tl.arange(0, BM)
-        picks = tl.load(pick_of_slot_ptr + rows)
+        if GATHER:
+            picks = tl.load(pick_of_slot_ptr + m * BM + tl.arange(0, BM))
         acc = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, D, BK):
             if GATHER:
@@ -312,26 +356,9 @@ def _down_backward_kernel(
                 a = _load_rows(dout, m * BM, k, D, D, BM, BK, DESC)
             b = _load_weight(w2, e, k, n * BN, D, F, BK, BN, DESC)
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
-
-        # The epilogue needs several tiles at once: narrow column parts keep them in registers.
-        weights = tl.load(weights_ptr + picks, mask=picks >= 0, other=0.0).to(tl.float32)
-        parts = _column_parts(acc, BM, BN, PARTS)
-        dweight = tl.zeros((BM,), tl.float32)
-        for i in tl.static_range(PARTS):
-            col = n * BN + i * SUB
-            g = _load_rows(gate, m * BM, col, F, 2 * F, BM, SUB, DESC).to(tl.float32)
-            u = _load_rows(up, m * BM, col, F, 2 * F, BM, SUB, DESC).to(tl.float32)
-            sig = tl.sigmoid(g)
-            silu = g * sig
-            h = (silu * u).to(weighted_h_ptr.dtype.element_ty).to(tl.float32)
-            dweight += tl.sum(h * parts[i], axis=1)
-            dh = parts[i] * weights[:, None]
-            dg = dh * u * sig * (1 + g * (1 - sig))
-            _store_rows(weighted_h, m * BM, col, h * weights[:, None], F, F, BM, SUB, DESC)
-            _store_rows(dgate, m * BM, col, dg, F, 2 * F, BM, SUB, DESC)
-            _store_rows(dup, m * BM, col, dh * silu, F, 2 * F, BM, SUB, DESC)
-        # <h, W2^T dout> over this tile's columns; the row's tiles are added later, in order.
-        tl.store(dweight_ptr + rows.to(tl.int64) * num_n + n, dweight)
+        left, right = _split_columns(acc, BM, BN)
+        _store_rows(dh, m * BM, n * BN, left, F, F, BM, BN // 2, STORE_DESC)
+        _store_rows(dh, m * BM, n * BN + BN // 2, right, F, F, BM, BN // 2, STORE_DESC)
 
 
 @triton.jit
@@ -341,8 +368,8 @@ def _gate_up_backward_kernel(
     expert_of_tile_ptr,
     slots_in_use_ptr,
     w1_ptr,
-    w3_ptr,
     dx_ptr,
+    w3_minus_w1,
     E,
     R,
     D: tl.constexpr,
@@ -352,6 +379,7 @@ def _gate_up_backward_kernel(
     BK: tl.constexpr,
     GROUP_M: tl.constexpr,
     SCATTER: tl.constexpr,
+    SWAPPED: tl.constexpr,
     DESC: tl.constexpr,
     STORE_DESC: tl.constexpr,
     FLATTEN: tl.constexpr,
@@ -362,20 +390,20 @@ def _gate_up_backward_kernel(
     dgate_up = _rows_operand(dgate_up_ptr, R, 2 * F, 2 * F, BM, BK, DESC)
     if not SCATTER:
         dx = _rows_operand(dx_ptr, R, D, D, BM, BN // 2, STORE_DESC)
-    w1 = _weight_operand(w1_ptr, E, F, D, BK, BN, DESC)
-    w3 = _weight_operand(w3_ptr, E, F, D, BK, BN, DESC)
+    num_k: tl.constexpr = (F + BK - 1) // BK
+    w13 = _pair_operand(w1_ptr, w3_minus_w1, E, F, D, BK, BN, SWAPPED, DESC)
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
         m, n = _tile_coordinates(tile, num_m, num_n, GROUP_M)
         e = tl.load(expert_of_tile_ptr + m)
         acc = tl.zeros((BM, BN), tl.float32)
-        # Where BK doesn't divide F the last dgate block reads into dup: the weight block is zero there.
-        for k in tl.range(0, F, BK):
-            a1 = _load_rows(dgate_up, m * BM, k, 2 * F, 2 * F, BM, BK, DESC)
-            b1 = _load_weight(w1, e, k, n * BN, F, D, BK, BN, DESC)
-            acc = tl.dot(a1, b1, acc, input_precision=PRECISION)
-            a3 = _load_rows(dgate_up, m * BM, F + k, 2 * F, 2 * F, BM, BK, DESC)
-            b3 = _load_weight(w3, e, k, n * BN, F, D, BK, BN, DESC)
-            acc = tl.dot(a3, b3, acc, input_precision=PRECISION)
+        # One loop over both halves of the contraction. Where BK doesn't divide F the last block of dgate reads into dup:
+        # the weight block is zero there.
+        for i in tl.range(0, 2 * num_k):
+            half = i // num_k
+            k = (i % num_k) * BK
+            a = _load_rows(dgate_up, m * BM, half * F + k, 2 * F, 2 * F, BM, BK, DESC)
+            b = _load_pair(w13, w3_minus_w1, half, e, k, n * BN, F, D, BK, BN, SWAPPED, DESC)
+            acc = tl.dot(a, b, acc, input_precision=PRECISION)
         if SCATTER:
             picks = tl.load(pick_of_slot_ptr + m * BM + tl.arange(0, BM))
             _scatter_rows(dx_ptr, picks, n * BN, acc, D, D, BN, picks >= 0)
@@ -395,9 +423,11 @@ def _weight_grad_kernel(
     out1_ptr,
     E,
     R,
+    out_col,
     K: tl.constexpr,
     A_COLS: tl.constexpr,
     B_COLS: tl.constexpr,
+    OUT_COLS: tl.constexpr,
     HALVES: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -410,7 +440,10 @@ def _weight_grad_kernel(
     FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """out[e] = A_e^T B_e over the slots of e; the first A_COLS columns of A go to out0, the next (HALVES = 2) to out1."""
+    """out[e] = A_e^T B_e over the slots of e, into columns [out_col, out_col + B_COLS) of OUT_COLS.
+
+    The first A_COLS columns of A go to out0, the next A_COLS (if HALVES = 2) to out1.
+    """
     num_half: tl.constexpr = (A_COLS + BM - 1) // BM
     num_m: tl.constexpr = num_half * HALVES
     num_n: tl.constexpr = (B_COLS + BN - 1) // BN
@@ -419,9 +452,9 @@ def _weight_grad_kernel(
         a_rows = _rows_operand(a_ptr, R, ALL_A_COLS, ALL_A_COLS, BK, BM, DESC)
     if not GATHER_B:
         b_rows = _rows_operand(b_ptr, R, B_COLS, B_COLS, BK, BN, DESC)
-    out0 = _weight_operand(out0_ptr, E, A_COLS, B_COLS, BM, BN // 2, STORE_DESC)
+    out0 = _weight_operand(out0_ptr, E, A_COLS, OUT_COLS, BM, BN // 2, STORE_DESC)
     if HALVES == 2:
-        out1 = _weight_operand(out1_ptr, E, A_COLS, B_COLS, BM, BN // 2, STORE_DESC)
+        out1 = _weight_operand(out1_ptr, E, A_COLS, OUT_COLS, BM, BN // 2, STORE_DESC)
     for tile in tl.range(tl.program_id(0), E * num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
         e = tile // (num_m * num_n)
         m, n = _tile_coordinates(tile % (num_m * num_n), num_m, num_n, GROUP_M)
@@ -444,11 +477,11 @@ def _weight_grad_kernel(
             acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
         left, right = _split_columns(acc, BM, BN)
         if HALVES == 1 or half == 0:
-            _store_weight(out0, e, col_a, n * BN, left, A_COLS, B_COLS, BM, BN // 2, STORE_DESC)
-            _store_weight(out0, e, col_a, n * BN + BN // 2, right, A_COLS, B_COLS, BM, BN // 2, STORE_DESC)
+            _store_weight(out0, e, col_a, out_col + n * BN, left, A_COLS, OUT_COLS, BM, BN // 2, STORE_DESC)
+            _store_weight(out0, e, col_a, out_col + n * BN + BN // 2, right, A_COLS, OUT_COLS, BM, BN // 2, STORE_DESC)
         else:
-            _store_weight(out1, e, col_a, n * BN, left, A_COLS, B_COLS, BM, BN // 2, STORE_DESC)
-            _store_weight(out1, e, col_a, n * BN + BN // 2, right, A_COLS, B_COLS, BM, BN // 2, STORE_DESC)
+            _store_weight(out1, e, col_a, out_col + n * BN, left, A_COLS, OUT_COLS, BM, BN // 2, STORE_DESC)
+            _store_weight(out1, e, col_a, out_col + n * BN + BN // 2, right, A_COLS, OUT_COLS, BM, BN // 2, STORE_DESC)
 
 
 def _descriptors_fit(config: GemmConfig, *tensors: torch.Tensor) -> bool:
@@ -498,7 +531,9 @@ def gate_up(
     h_RF = x_TD.new_empty(R, F)
     gate_up_R2F = x_TD.new_empty(R if save else 0, 2 * F)
     tiles = plan.expert_of_tile_M.shape[0] * triton.cdiv(F, config.block_n)
-    _gate_up_kernel[_grid(config, x_TD.device, tiles)](
+    launch(
+        _gate_up_kernel,
+        _grid(config, x_TD.device, tiles),
         x_TD,
         plan.pick_of_slot_R,
         plan.expert_of_tile_M,
@@ -528,7 +563,9 @@ def down(
     R = h_RF.shape[0]
     out = h_RF.new_empty(T if K == 1 else R, D)
     tiles = plan.expert_of_tile_M.shape[0] * triton.cdiv(D, config.block_n)
-    _down_kernel[_grid(config, h_RF.device, tiles)](
+    launch(
+        _down_kernel,
+        _grid(config, h_RF.device, tiles),
         h_RF,
         plan.pick_of_slot_R,
         plan.expert_of_tile_M,
@@ -546,53 +583,30 @@ def down(
     return out
 
 
-def down_backward(
-    dout_TD: torch.Tensor,
-    w2_EDF: torch.Tensor,
-    weights_TK: torch.Tensor,
-    gate_up_R2F: torch.Tensor,
-    plan: Plan,
-    config: GemmConfig,
-    overwrite: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradient through the down-projection, the routing weight and SwiGLU.
-
-    Args:
-        overwrite: write the gradients of the pre-activations over `gate_up_R2F`, the largest tensor of the layer.
-
-    Returns:
-        dgate_up_R2F: gradients of the pre-activations.
-        weighted_h_RF: routing weight times h, the operand of W2's gradient.
-        dweight_RN: partial sums of the routing-weight gradient, one per column tile, fp32.
-    """
+def down_backward(dout: torch.Tensor, w2_EDF: torch.Tensor, plan: Plan, config: GemmConfig) -> torch.Tensor:
+    """dh = dout W2 in slot order, before the routing weight."""
     E, D, F = w2_EDF.shape
-    R = gate_up_R2F.shape[0]
-    num_n = triton.cdiv(F, config.block_n)
-    dgate_up_R2F = gate_up_R2F if overwrite else torch.empty_like(gate_up_R2F)
-    weighted_h_RF = gate_up_R2F.new_empty(R, F)
-    dweight_RN = torch.empty(R, num_n, dtype=torch.float32, device=gate_up_R2F.device)
-    tiles = plan.expert_of_tile_M.shape[0] * num_n
-    _down_backward_kernel[_grid(config, dout_TD.device, tiles)](
-        dout_TD,
+    R = plan.pick_of_slot_R.shape[0]
+    dh_RF = dout.new_empty(R, F)
+    tiles = plan.expert_of_tile_M.shape[0] * triton.cdiv(F, config.block_n)
+    launch(
+        _down_backward_kernel,
+        _grid(config, dout.device, tiles),
+        dout,
         plan.pick_of_slot_R,
         plan.expert_of_tile_M,
         plan.segment_E1[E:],
-        weights_TK,
         w2_EDF,
-        gate_up_R2F,
-        dgate_up_R2F,
-        weighted_h_RF,
-        dweight_RN,
+        dh_RF,
         E,
         R,
-        K=weights_TK.shape[1],
+        K=plan.slot_of_pick_TK.shape[1],
         D=D,
         F=F,
         GATHER=config.gather,
-        PARTS=config.epilogue_parts,
-        **_launch_options(config, dout_TD, w2_EDF),
+        **_launch_options(config, dout, w2_EDF),
     )
-    return dgate_up_R2F, weighted_h_RF, dweight_RN
+    return dh_RF
 
 
 def gate_up_backward(
@@ -603,51 +617,69 @@ def gate_up_backward(
     T, K = plan.slot_of_pick_TK.shape
     R = dgate_up_R2F.shape[0]
     dx = dgate_up_R2F.new_empty(T if K == 1 else R, D)
+    w3_minus_w1 = (w3_EFD.data_ptr() - w1_EFD.data_ptr()) // w1_EFD.element_size()
+    options = _launch_options(config, dgate_up_R2F, w1_EFD, w3_EFD)
+    # Tensor descriptors on Hopper take strides below 2^40 bytes.
+    options["DESC"] &= abs(w3_minus_w1) * w1_EFD.element_size() < 2**40
     tiles = plan.expert_of_tile_M.shape[0] * triton.cdiv(D, config.block_n)
-    _gate_up_backward_kernel[_grid(config, dx.device, tiles)](
+    launch(
+        _gate_up_backward_kernel,
+        _grid(config, dx.device, tiles),
         dgate_up_R2F,
         plan.pick_of_slot_R,
         plan.expert_of_tile_M,
         plan.segment_E1[E:],
         w1_EFD,
-        w3_EFD,
         dx,
+        w3_minus_w1,
         E,
         R,
         D=D,
         F=F,
         SCATTER=K == 1,
-        **_launch_options(config, dgate_up_R2F, w1_EFD, w3_EFD),
+        SWAPPED=w3_minus_w1 < 0,
+        **options,
     )
     return dx
 
 
 def gate_up_weight_grad(
-    dgate_up_R2F: torch.Tensor, x_TD: torch.Tensor, plan: Plan, config: GemmConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """dW1 = dgate^T x and dW3 = dup^T x per expert, one launch; x gathered by the loads."""
-    E = plan.segment_E1.shape[0] - 1
-    F, D = dgate_up_R2F.shape[1] // 2, x_TD.shape[1]
-    dw1_EFD, dw3_EFD = x_TD.new_empty(E, F, D), x_TD.new_empty(E, F, D)
-    tiles = 2 * E * triton.cdiv(F, config.block_m) * triton.cdiv(D, config.block_n)
-    _weight_grad_kernel[_grid(config, x_TD.device, tiles)](
+    dgate_up_R2F: torch.Tensor,
+    x: torch.Tensor,
+    dw1_EFD: torch.Tensor,
+    dw3_EFD: torch.Tensor,
+    column: int,
+    plan: Plan,
+    config: GemmConfig,
+) -> None:
+    """dW1 = dgate^T x and dW3 = dup^T x per expert, one launch, for the columns of x from `column` on.
+
+    Where the block width doesn't divide x's, zeros land in the columns after it: go through the columns in order.
+    """
+    E, F, D = dw1_EFD.shape
+    width = x.shape[1]
+    tiles = 2 * E * triton.cdiv(F, config.block_m) * triton.cdiv(width, config.block_n)
+    launch(
+        _weight_grad_kernel,
+        _grid(config, x.device, tiles),
         dgate_up_R2F,
-        x_TD,
+        x,
         plan.pick_of_slot_R,
         plan.segment_E1,
         dw1_EFD,
         dw3_EFD,
         E,
         dgate_up_R2F.shape[0],
+        column,
         K=plan.slot_of_pick_TK.shape[1],
         A_COLS=F,
-        B_COLS=D,
+        B_COLS=width,
+        OUT_COLS=D,
         HALVES=2,
         GATHER_A=False,
         GATHER_B=config.gather,
-        **_launch_options(config, dgate_up_R2F, x_TD),
+        **_launch_options(config, dgate_up_R2F, x, dw1_EFD),
     )
-    return dw1_EFD, dw3_EFD
 
 
 def down_weight_grad(
@@ -658,7 +690,9 @@ def down_weight_grad(
     D, F = dout_TD.shape[1], weighted_h_RF.shape[1]
     dw2_EDF = dout_TD.new_empty(E, D, F)
     tiles = E * triton.cdiv(D, config.block_m) * triton.cdiv(F, config.block_n)
-    _weight_grad_kernel[_grid(config, dout_TD.device, tiles)](
+    launch(
+        _weight_grad_kernel,
+        _grid(config, dout_TD.device, tiles),
         dout_TD,
         weighted_h_RF,
         plan.pick_of_slot_R,
@@ -667,9 +701,11 @@ def down_weight_grad(
         dw2_EDF,
         E,
         weighted_h_RF.shape[0],
+        0,
         K=plan.slot_of_pick_TK.shape[1],
         A_COLS=D,
         B_COLS=F,
+        OUT_COLS=F,
         HALVES=1,
         GATHER_A=config.gather,
         GATHER_B=False,

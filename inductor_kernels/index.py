@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import launch
 from .plan import Plan, num_slots
 
 
@@ -119,11 +120,22 @@ def build_plan(ids_TK: torch.Tensor, num_experts: int, row_tile: int, max_rows: 
         segment_E1=torch.empty(num_experts + 1, **int32),
         expert_of_tile_M=torch.empty(R // row_tile, **int32),
     )
-    _count_kernel[(num_blocks,)](
-        ids_TK, counts_EB, num_picks, num_blocks, num_experts, E_PAD=experts_padded, BLOCK=block, num_warps=8
+    launch(
+        _count_kernel,
+        (num_blocks,),
+        ids_TK,
+        counts_EB,
+        num_picks,
+        num_blocks,
+        num_experts,
+        E_PAD=experts_padded,
+        BLOCK=block,
+        num_warps=8,
     )
-    _scan_kernel[(num_experts,)](counts_EB, totals_E, num_blocks, CHUNK=1024, num_warps=4)
-    _assign_kernel[(num_blocks,)](
+    launch(_scan_kernel, (num_experts,), counts_EB, totals_E, num_blocks, CHUNK=1024, num_warps=4)
+    launch(
+        _assign_kernel,
+        (num_blocks,),
         ids_TK,
         counts_EB,
         totals_E,

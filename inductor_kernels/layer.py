@@ -11,10 +11,14 @@ import triton
 from . import grouped_gemm
 from .configs import GemmConfig, layer_config
 from .index import build_plan
-from .permute import combine, fill_missing, gather, reduce_dweight
+from .permute import combine, fill_missing, gather
 from .plan import Plan
+from .swiglu import swiglu_backward
 
 __all__ = ["backward", "build_plan", "forward"]
+
+_MAX_COPY_BYTES = 320 * 2**20
+"""Bound on the gathered copy that is alive beside all weight gradients, where the layer's memory peaks."""
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
@@ -30,6 +34,26 @@ def _provide_scratch() -> None:
 def _rows(x_TD: torch.Tensor, plan: Plan, config: GemmConfig) -> torch.Tensor:
     """What the GEMM of `config` reads: the tokens themselves, or a gathered copy in slot order."""
     return x_TD if config.gather else gather(x_TD, plan)
+
+
+def _gate_up_weight_grad(
+    dgate_up_R2F: torch.Tensor,
+    x_TD: torch.Tensor,
+    dw1_EFD: torch.Tensor,
+    dw3_EFD: torch.Tensor,
+    plan: Plan,
+    config: GemmConfig,
+) -> None:
+    """dW1 and dW3, from gathered copies of some columns of x at a time: this is where the layer's memory peaks."""
+    D = x_TD.shape[1]
+    width = D
+    if not config.gather:
+        chunks = triton.cdiv(plan.pick_of_slot_R.shape[0] * D * x_TD.element_size(), _MAX_COPY_BYTES)
+        width = triton.cdiv(triton.cdiv(D, chunks), config.block_n) * config.block_n
+    for column in range(0, D, width):
+        x = _rows(x_TD[:, column : column + width], plan, config)
+        grouped_gemm.gate_up_weight_grad(dgate_up_R2F, x, dw1_EFD, dw3_EFD, column, plan, config)
+        del x  # before the next copy is made
 
 
 def forward(
@@ -69,19 +93,18 @@ def backward(
     _provide_scratch()
     config = layer_config(x_TD.device, x_TD.dtype)
     dout = _rows(dout_TD, plan, config.down_backward)
-    dgate_up_R2F, weighted_h_RF, dweight_RN = grouped_gemm.down_backward(
-        dout, w2_EDF, weights_TK, gate_up_R2F, plan, config.down_backward, overwrite
-    )
-    dweights_TK = reduce_dweight(dweight_RN, plan, weights_TK.dtype)
+    dh_RF = grouped_gemm.down_backward(dout, w2_EDF, plan, config.down_backward)
+    dgate_up_R2F, dweights_TK = swiglu_backward(dh_RF, gate_up_R2F, weights_TK, plan, overwrite)
+    weighted_h_RF = dh_RF
     if config.down_weight_grad.gather != config.down_backward.gather:
         dout = _rows(dout_TD, plan, config.down_weight_grad)
     dw2_EDF = grouped_gemm.down_weight_grad(dout, weighted_h_RF, plan, config.down_weight_grad)
-    del dout, weighted_h_RF
+    del dout, dh_RF, weighted_h_RF
     dx = grouped_gemm.gate_up_backward(dgate_up_R2F, w1_EFD, w3_EFD, plan, config.gate_up_backward)
     if weights_TK.shape[1] == 1:
         fill_missing(dx, plan)
     else:
         dx = combine(dx, plan, None)
-    x = _rows(x_TD, plan, config.gate_up_weight_grad)
-    dw1_EFD, dw3_EFD = grouped_gemm.gate_up_weight_grad(dgate_up_R2F, x, plan, config.gate_up_weight_grad)
+    dw1_EFD, dw3_EFD = torch.empty_like(w1_EFD), torch.empty_like(w3_EFD)
+    _gate_up_weight_grad(dgate_up_R2F, x_TD, dw1_EFD, dw3_EFD, plan, config.gate_up_weight_grad)
     return dx, dweights_TK, dw1_EFD, dw3_EFD, dw2_EDF

@@ -71,7 +71,20 @@ def _run(function: str, device: torch.device, *args: Any) -> Any:
     return getattr(reference, function)(*args)
 
 
-@torch.library.custom_op("inductor_kernels::moe_experts", mutates_args=())
+# `define` and `impl` instead of `custom_op`: the latter's checks cost as much as a small layer's kernels.
+torch.library.define(
+    "inductor_kernels::moe_experts",
+    "(Tensor x, Tensor ids, Tensor weights, Tensor w1, Tensor w3, Tensor w2, int max_rows, bool save)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+torch.library.define(
+    "inductor_kernels::moe_experts_backward",
+    "(Tensor dout, Tensor x, Tensor weights, Tensor w1, Tensor w3, Tensor w2, Tensor gate_up, Tensor slot_of_pick,"
+    " Tensor pick_of_slot, Tensor segment, Tensor expert_of_tile) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+@torch.library.impl("inductor_kernels::moe_experts", "default")
 def _moe_experts(
     x_TD: torch.Tensor,
     topk_ids_TK: torch.Tensor,
@@ -95,7 +108,7 @@ def _moe_experts(
     return out_TD, gate_up_R2F, *plan
 
 
-@_moe_experts.register_fake
+@torch.library.register_fake("inductor_kernels::moe_experts")
 def _(x_TD, topk_ids_TK, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF, max_rows, save):
     E, F, _ = w1_EFD.shape
     row_tile = layer_config(x_TD.device, x_TD.dtype).row_tile
@@ -110,7 +123,7 @@ def _(x_TD, topk_ids_TK, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF, max_rows, save
     )
 
 
-@torch.library.custom_op("inductor_kernels::moe_experts_backward", mutates_args=())
+@torch.library.impl("inductor_kernels::moe_experts_backward", "default")
 def _moe_experts_backward(
     dout_TD: torch.Tensor,
     x_TD: torch.Tensor,
@@ -145,7 +158,7 @@ def _gradients(
     return _run("backward", x_TD.device, *(t.contiguous() for t in inputs), gate_up_R2F, plan, overwrite)
 
 
-@_moe_experts_backward.register_fake
+@torch.library.register_fake("inductor_kernels::moe_experts_backward")
 def _(dout_TD, x_TD, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF, *saved):
     inputs = (x_TD, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF)
     return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs)
@@ -170,12 +183,12 @@ def _backward(ctx, dout_TD, *_):
         grads = _gradients(dout_TD, *inputs, gate_up_R2F, plan, overwrite=True)
         torch.autograd.graph.increment_version(gate_up_R2F)
     else:
-        grads = _moe_experts_backward(dout_TD, *inputs, gate_up_R2F, *plan)
+        grads = torch.ops.inductor_kernels.moe_experts_backward(dout_TD, *inputs, gate_up_R2F, *plan)
     dx_TD, dweights_TK, dw1_EFD, dw3_EFD, dw2_EDF = grads
     return dx_TD, None, dweights_TK, dw1_EFD, dw3_EFD, dw2_EDF, None, None
 
 
-_moe_experts.register_autograd(_backward, setup_context=_setup_context)
+torch.library.register_autograd("inductor_kernels::moe_experts", _backward, setup_context=_setup_context)
 
 
 def _check(x_TD, ids_TK, weights_TK, w1_EFD, w3_EFD, w2_EDF) -> None:
@@ -231,7 +244,8 @@ def moe_experts(
     tensors = (x_TD, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF)
     save = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     bound = -1 if max_rows is None else max_rows
-    return _moe_experts(x_TD, topk_ids_TK, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF, bound, save)[0]
+    op = torch.ops.inductor_kernels.moe_experts
+    return op(x_TD, topk_ids_TK, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF, bound, save)[0]
 
 
 def sorted_experts(

@@ -1,8 +1,8 @@
-"""Moves between token order and slot order: gather, un-permute with fp32 accumulation, routing-weight gradient.
+"""Moves between token order and slot order: gather, and un-permute with fp32 accumulation.
 
 Each program owns its output rows and adds the slots of its picks in pick order: no atomics.
 
-Shape suffixes: T tokens, K picks per token, D model width, R slots, N column tiles of the GEMM that made the partials.
+Shape suffixes: T tokens, K picks per token, D model width, R slots.
 """
 
 from __future__ import annotations
@@ -11,19 +11,44 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import launch
 from .plan import Plan
 
 
 @triton.jit
 def _gather_kernel(
-    x_ptr, pick_of_slot_ptr, slots_in_use_ptr, out_ptr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+    x_ptr,
+    slot_of_pick_ptr,
+    pick_of_slot_ptr,
+    segment_ptr,
+    out_ptr,
+    E,
+    stride,
+    row_tile,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    slot = tl.program_id(0).to(tl.int64)
-    if slot < tl.load(slots_in_use_ptr):
-        cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-        pick = tl.load(pick_of_slot_ptr + slot).to(tl.int64)
-        row = tl.load(x_ptr + pick // K * D + cols, mask=(cols < D) & (pick >= 0), other=0.0)
-        tl.store(out_ptr + slot * D + cols, row, mask=cols < D)
+    """Programs [0, E) clear the padding of one segment; each of the next T copies a token to its slots: x is read once."""
+    program = tl.program_id(0)
+    cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_D = cols < D
+    if program < E:
+        first = tl.load(segment_ptr + program)
+        last = tl.load(segment_ptr + program + 1)
+        zeros = tl.zeros((8, BLOCK_D), out_ptr.dtype.element_ty)
+        for start in range(tl.maximum(first, last - row_tile), last, 8):
+            slots = start + tl.arange(0, 8)
+            is_pad = tl.load(pick_of_slot_ptr + slots) < 0
+            tl.store(
+                out_ptr + slots.to(tl.int64)[:, None] * D + cols[None, :], zeros, mask=is_pad[:, None] & in_D[None, :]
+            )
+    else:
+        token = (program - E).to(tl.int64)
+        row = tl.load(x_ptr + token * stride + cols, mask=in_D)
+        for k in tl.static_range(K):
+            slot = tl.load(slot_of_pick_ptr + token * K + k).to(tl.int64)
+            tl.store(out_ptr + slot * D + cols, row, mask=in_D & (slot >= 0))
 
 
 @triton.jit
@@ -60,18 +85,6 @@ def _fill_missing_kernel(slot_of_pick_ptr, out_ptr, D: tl.constexpr, BLOCK_D: tl
         tl.store(out_ptr + token * D + cols, fill.to(out_ptr.dtype.element_ty), mask=cols < D)
 
 
-@triton.jit
-def _reduce_dweight_kernel(
-    partial_ptr, slot_of_pick_ptr, out_ptr, num_picks, N: tl.constexpr, N_PAD: tl.constexpr, BLOCK: tl.constexpr
-):
-    picks = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    slots = tl.load(slot_of_pick_ptr + picks, mask=picks < num_picks, other=-1).to(tl.int64)
-    n = tl.arange(0, N_PAD)
-    mask = (slots >= 0)[:, None] & (n < N)[None, :]
-    partial = tl.load(partial_ptr + slots[:, None] * N + n[None, :], mask=mask, other=0.0)
-    tl.store(out_ptr + picks, tl.sum(partial, axis=1).to(out_ptr.dtype.element_ty), mask=picks < num_picks)
-
-
 def _column_blocks(D: int) -> tuple[int, int]:
     """Block width and count: the widest power of two up to 2048 that divides D, else 1024 with a masked tail."""
     block = min(D & -D, 2048)
@@ -81,16 +94,24 @@ def _column_blocks(D: int) -> tuple[int, int]:
 
 
 def gather(x_TD: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """Rows of x in slot order, zero in padding slots; slots that aren't in use stay unwritten."""
+    """Rows of x (rows may be strided) in slot order, zero in padding slots; slots that aren't in use stay unwritten."""
     R, D = plan.pick_of_slot_R.shape[0], x_TD.shape[1]
     out_RD = x_TD.new_empty(R, D)
     block, num_blocks = _column_blocks(D)
-    _gather_kernel[(R, num_blocks)](
+    T, K = plan.slot_of_pick_TK.shape
+    E = plan.segment_E1.shape[0] - 1
+    launch(
+        _gather_kernel,
+        (T + E, num_blocks),
         x_TD,
+        plan.slot_of_pick_TK,
         plan.pick_of_slot_R,
-        plan.segment_E1[-1:],
+        plan.segment_E1,
         out_RD,
-        K=plan.slot_of_pick_TK.shape[1],
+        E,
+        x_TD.stride(0),
+        R // plan.expert_of_tile_M.shape[0],
+        K=K,
         D=D,
         BLOCK_D=block,
         num_warps=4,
@@ -104,10 +125,12 @@ def combine(rows_RD: torch.Tensor, plan: Plan, weights_TK: torch.Tensor | None) 
     D = rows_RD.shape[1]
     out_TD = torch.empty(T, D, dtype=rows_RD.dtype, device=rows_RD.device)
     block, num_blocks = _column_blocks(D)
-    _combine_kernel[(T, num_blocks)](
+    launch(
+        _combine_kernel,
+        (T, num_blocks),
         rows_RD,
         plan.slot_of_pick_TK,
-        weights_TK,
+        rows_RD if weights_TK is None else weights_TK,
         out_TD,
         K=K,
         D=D,
@@ -121,24 +144,12 @@ def combine(rows_RD: torch.Tensor, plan: Plan, weights_TK: torch.Tensor | None) 
 def fill_missing(out_TD: torch.Tensor, plan: Plan) -> None:
     """For K = 1, where the GEMM scatters straight to tokens: write the rows of tokens that have no slot."""
     block, num_blocks = _column_blocks(out_TD.shape[1])
-    _fill_missing_kernel[(out_TD.shape[0], num_blocks)](
-        plan.slot_of_pick_TK, out_TD, D=out_TD.shape[1], BLOCK_D=block, num_warps=4
-    )
-
-
-def reduce_dweight(partial_RN: torch.Tensor, plan: Plan, dtype: torch.dtype) -> torch.Tensor:
-    """dweights[t, k] = sum over n of partial[slot[t, k], n]; zero for picks without a slot."""
-    out_TK = torch.empty(plan.slot_of_pick_TK.shape, dtype=dtype, device=partial_RN.device)
-    N = partial_RN.shape[1]
-    block = 256
-    _reduce_dweight_kernel[(triton.cdiv(out_TK.numel(), block),)](
-        partial_RN,
+    launch(
+        _fill_missing_kernel,
+        (out_TD.shape[0], num_blocks),
         plan.slot_of_pick_TK,
-        out_TK,
-        out_TK.numel(),
-        N=N,
-        N_PAD=triton.next_power_of_2(N),
-        BLOCK=block,
+        out_TD,
+        D=out_TD.shape[1],
+        BLOCK_D=block,
         num_warps=4,
     )
-    return out_TK

@@ -1,0 +1,87 @@
+"""Backward of SwiGLU, fused with the routing weight and its gradient: one pass over rows in slot order.
+
+A kernel of its own: as the epilogue of the GEMM before it, it needs more registers than a 128 x 256 tile leaves.
+
+Shape suffixes: T tokens, K picks per token, F expert width, R slots.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import launch
+from .plan import Plan
+
+
+@triton.jit
+def _swiglu_backward_kernel(
+    dh_ptr,
+    gate_up_ptr,
+    dgate_up_ptr,
+    weights_ptr,
+    dweights_ptr,
+    pick_of_slot_ptr,
+    slots_in_use_ptr,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    slots = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    in_use = slots < tl.load(slots_in_use_ptr)
+    picks = tl.load(pick_of_slot_ptr + slots, mask=in_use, other=-1)
+    is_pick = picks >= 0
+    weight = tl.load(weights_ptr + picks, mask=is_pick, other=0.0).to(tl.float32)[:, None]
+    cols = tl.arange(0, BLOCK_F)
+    mask = in_use[:, None] & (cols < F)[None, :]
+    offsets = slots.to(tl.int64)[:, None] * F + cols[None, :]
+    double_offsets = slots.to(tl.int64)[:, None] * (2 * F) + cols[None, :]
+    dh = tl.load(dh_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up_ptr + double_offsets, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + double_offsets + F, mask=mask, other=0.0).to(tl.float32)
+    sig = tl.sigmoid(gate)
+    silu = gate * sig
+    dtype = dh_ptr.dtype.element_ty
+    h = (silu * up).to(dtype).to(tl.float32)
+    tl.store(dweights_ptr + picks, tl.sum(h * dh, axis=1).to(dweights_ptr.dtype.element_ty), mask=is_pick)
+    tl.store(dh_ptr + offsets, (h * weight).to(dtype), mask=mask)
+    dh *= weight
+    tl.store(dgate_up_ptr + double_offsets, (dh * up * sig * (1 + gate * (1 - sig))).to(dtype), mask=mask)
+    tl.store(dgate_up_ptr + double_offsets + F, (dh * silu).to(dtype), mask=mask)
+
+
+def swiglu_backward(
+    dh_RF: torch.Tensor, gate_up_R2F: torch.Tensor, weights_TK: torch.Tensor, plan: Plan, overwrite: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of the pre-activations and of the routing weights from dh = W2^T dout.
+
+    Overwrites `dh_RF` with routing weight times h, the operand of W2's gradient.
+
+    Args:
+        overwrite: write the gradients of the pre-activations over `gate_up_R2F`, the largest tensor of the layer.
+
+    Returns:
+        dgate_up_R2F, dweights_TK: dweights[t, k] = <h, W2^T dout[t]>, zero for picks without a slot.
+    """
+    R, F = dh_RF.shape
+    dgate_up_R2F = gate_up_R2F if overwrite else torch.empty_like(gate_up_R2F)
+    dweights_TK = torch.zeros_like(weights_TK)
+    block = triton.next_power_of_2(F)
+    rows = max(1, min(4, 4096 // block))
+    launch(
+        _swiglu_backward_kernel,
+        (R // rows,),
+        dh_RF,
+        gate_up_R2F,
+        dgate_up_R2F,
+        weights_TK,
+        dweights_TK,
+        plan.pick_of_slot_R,
+        plan.segment_E1[-1:],
+        F=F,
+        ROWS=rows,
+        BLOCK_F=block,
+        num_warps=8,
+    )
+    return dgate_up_R2F, dweights_TK
