@@ -76,6 +76,9 @@ CHECKPOINT_PARTS = ("optimizer", "lr_scheduler", "dataloader", "train_state", "r
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
 
 
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
 def validate(config: MulaTrainer.Config, values: Values, world_size: int) -> None:
     """Refuse a configuration that cannot run on ``world_size`` ranks.
 
@@ -224,6 +227,12 @@ def _model_fits(config: MulaTrainer.Config) -> Iterator[Problem]:
         yield (
             "model.document_mask",
             "context parallelism has no mask for sdpa; set false, or attention = 'flex'",
+        )
+    if p.pipeline_parallel_degree > 1 and p.pipeline_parallel_schedule in SPLIT_BACKWARD and model.num_experts:
+        yield (
+            "parallelism.pipeline_parallel_schedule",
+            "zero-bubble schedules compute gradients of inputs and weights apart, which torch cannot do through "
+            "expert layers; use '1F1B' or 'Interleaved1F1B'",
         )
     if config.checkpoint.last_save_in_hf and model.expert_bias_rate:
         yield (

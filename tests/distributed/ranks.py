@@ -4,12 +4,16 @@ import os
 import socket
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+TIMEOUT = timedelta(seconds=120)
+"""A rank that raises leaves the others waiting in a collective; they give up after this."""
 
 Case = tuple[str, Any]
 """Name and argument of one case."""
@@ -32,7 +36,7 @@ def _rank_main(
 
     set_up_logging()
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan's init_distributed does
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=TIMEOUT)
     for name, argument in cases:
         try:
             result = function(argument)
@@ -50,10 +54,15 @@ def run_on_ranks(world: int, function: Callable[[Any], Any], cases: list[Case], 
         Results by case, a list over ranks. A rank whose function raised gives the traceback as a string.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    mp.start_processes(
-        _rank_main, args=(world, _free_port(), function, cases, str(folder)), nprocs=world, start_method="spawn"
-    )
-    return {
-        name: [torch.load(folder / f"{name}.{rank}.pt", weights_only=False) for rank in range(world)]
-        for name, _ in cases
-    }
+    arguments = (world, _free_port(), function, cases, str(folder))
+    death = "the ranks ended before this case"
+    try:
+        mp.start_processes(_rank_main, args=arguments, nprocs=world, start_method="spawn")
+    except mp.ProcessRaisedException as error:
+        death = f"{death}: {error}"
+
+    def result(name: str, rank: int) -> Any:
+        path = folder / f"{name}.{rank}.pt"
+        return torch.load(path, weights_only=False) if path.exists() else death
+
+    return {name: [result(name, rank) for rank in range(world)] for name, _ in cases}

@@ -26,6 +26,8 @@ AC = "activation_checkpoint.mode"
 
 ALL_GATHER = {"expert_dispatch": "all_gather"}
 GLOBAL = {"load_balance_scope": "global_batch"}
+TOP_1 = {"top_k": 1}
+AS_ONE = {"reference_micro_batch": 8}
 PER_LAYER = {"load_balance_per_layer": True}
 DENSE = {"num_experts": 0, "top_k": 0, "norm": "layer_no_affine", "qk_norm": False}
 
@@ -63,6 +65,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "1f1b": {"flags": pipeline("1F1B", **{BATCH: 8}), "model": PER_LAYER},
         "1f1b_accumulate": {"flags": pipeline("1F1B", **{BATCH: 4}), "model": PER_LAYER},
         "interleaved": {"flags": pipeline("Interleaved1F1B", **{BATCH: 8}), "model": PER_LAYER},
+        "zbv_dense": {"flags": pipeline("ZBVZeroBubble", **{BATCH: 8}), "flavor": "mula_debug_dense", "model": DENSE},
         "ep_all_gather": {"flags": {EP: 2}, "model": ALL_GATHER},
         "ep_all_gather_full_ac": {"flags": {EP: 2, AC: "full"}, "model": ALL_GATHER},
         "ep_all_gather_compile": {"flags": {EP: 2, "compile.enable": True}, "model": ALL_GATHER},
@@ -73,8 +76,8 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "hsdp_ep": {"flags": {REPLICATE: 2, EP: 2}},
         "ep2": {"flags": {EP: 2}},
         # The reference sees the four ranks' micro-batches as one: the statistics of a step without accumulation.
-        "global_batch": {"flags": {EP: 2}, "model": GLOBAL, "reference_micro_batch": 8},
-        "global_batch_tp": {"flags": {TP: 2, EP: 2, BATCH: 4}, "model": GLOBAL, "reference_micro_batch": 8},
+        "global_batch": {"flags": {EP: 2}, "model": GLOBAL, **AS_ONE},
+        "global_batch_tp": {"flags": {TP: 2, EP: 2, BATCH: 4}, "model": GLOBAL, **AS_ONE},
         "ep_is_world": {"flags": {EP: 4}},
         "ep_is_world_all_gather": {"flags": {EP: 4}, "model": ALL_GATHER},
         "ep4_tp2_all_gather": {"flags": {EP: 4, TP: 2}, "model": ALL_GATHER},
@@ -88,6 +91,35 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
             "flags": pipeline("Interleaved1F1B", **{BATCH: 4, EP: 2, AC: "full"}),
             "model": PER_LAYER,
         },
+        # All tokens on one expert: the other ranks receive none, seven experts have zero gradients.
+        "one_expert": {"flags": {EP: 4}, "model": TOP_1, "constant": True},
+        "one_expert_all_gather": {"flags": {EP: 4}, "model": TOP_1 | ALL_GATHER, "constant": True},
+        "one_expert_tp": {"flags": {EP: 4, TP: 2}, "model": TOP_1, "constant": True},
+        "one_expert_pp": {
+            "flags": pipeline("1F1B", **{BATCH: 4, EP: 2}),
+            "model": TOP_1 | PER_LAYER,
+            "constant": True,
+        },
+        # What an Intel GPU runs by default, under the rules of its collectives.
+        "xpu_ep": {"flags": {EP: 4, AC: "full"}, "model": ALL_GATHER, "xpu_rules": True},
+        "xpu_hsdp_ep": {"flags": {REPLICATE: 2, EP: 2}, "model": ALL_GATHER | GLOBAL, "xpu_rules": True, **AS_ONE},
+        "xpu_pp_ep": {
+            "flags": pipeline("1F1B", **{BATCH: 4, EP: 2}),
+            "model": ALL_GATHER | PER_LAYER,
+            "xpu_rules": True,
+        },
+        "xpu_tp_ep": {"flags": {TP: 2, EP: 4}, "model": ALL_GATHER, "xpu_rules": True},
+    },
+    8: {
+        "hsdp_tp_ep": {"flags": {REPLICATE: 2, TP: 2, EP: 4, "training.local_batch_size": 2}},
+        "pp_hsdp_ep": {
+            "flags": pipeline("1F1B", **{BATCH: 2, REPLICATE: 2, EP: 2, AC: "selective"}),
+            "model": PER_LAYER,
+        },
+        "interleaved_tp_ep": {
+            "flags": pipeline("Interleaved1F1B", **{BATCH: 4, TP: 2, EP: 4}),
+            "model": PER_LAYER | ALL_GATHER,
+        },
     },
 }
 
@@ -98,24 +130,39 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def results(data: str, tmp_path_factory: pytest.TempPathFactory):
+def constant_data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_tokens(tmp_path_factory.mktemp("constant"), constant=True)
+
+
+@pytest.fixture(scope="module")
+def layout(data: str, constant_data: str):
+    def of_case(case: dict[str, Any]) -> Layout:
+        fields = {key: value for key, value in case.items() if key != "constant"}
+        return Layout(data=constant_data if case.get("constant") else data, **fields)
+
+    return of_case
+
+
+@pytest.fixture(scope="module")
+def results(layout: Any, tmp_path_factory: pytest.TempPathFactory):
     @cache
     def of_world(world: int) -> dict[str, list[Result | str]]:
-        cases = [(name, Layout(data=data, **case)) for name, case in CASES[world].items()]
+        """Results of all cases on so many ranks, started once; a world that dies fails each of its cases."""
+        cases = [(name, layout(case)) for name, case in CASES[world].items()]
         return run_on_ranks(world, train, cases, tmp_path_factory.mktemp(f"world{world}"))
 
     return of_world
 
 
 @pytest.fixture(scope="module")
-def expected(data: str):
+def expected(layout: Any):
     known: dict[str, Result] = {}
 
     def of_case(case: dict[str, Any]) -> Result:
-        model = {key: value for key, value in case.items() if key != "flags"}
+        model = {key: value for key, value in case.items() if key not in ("flags", "xpu_rules")}
         key = repr(model)
         if key not in known:
-            known[key] = reference(Layout(data=data, **model))
+            known[key] = reference(layout(model))
         return known[key]
 
     return of_case
@@ -151,6 +198,9 @@ def test_equals_one_process(world: int, name: str, results: Any, expected: Any) 
         assert not isinstance(result, str), f"rank {rank} of {name}:\n{result}"
     want = expected(CASES[world][name])
 
+    initial = _merged(ranks, "initial")
+    assert initial.keys() == want.initial.keys()
+    assert all(torch.equal(initial[name], want.initial[name]) for name in initial)
     last = [r for r in ranks if r.losses[0] > 0]  # pipeline ranks without the last stage report -1
     for result in last:
         assert result.losses == pytest.approx(want.losses, rel=2e-6)

@@ -1,6 +1,7 @@
 """Three training steps under a layout, and the same three steps written out in plain torch for one process."""
 
 import tempfile
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from mula_titan.model import model_registry
 from mula_titan.toml_config import load_config
 from mula_titan.trainer import MulaTrainer
 from mula_titan.validate import validate
+from tests.distributed.xpu_rules import XpuRules
 
 STEPS = 3
 MAX_NORM = 0.5  # below the norms that occur, so that clipping acts
@@ -62,6 +64,8 @@ class Layout:
     flags: dict[str, Any] = field(default_factory=dict)
     flavor: str = "mula_debug"
     reference_micro_batch: int = MICRO_BATCH
+    xpu_rules: bool = False
+    """Refuse the collectives that xccl refuses."""
     dump_folder: str | None = None
     """Where the run keeps its checkpoints; None for a folder that is thrown away."""
 
@@ -70,7 +74,8 @@ class Layout:
 class Result:
     """What must be equal. Names are the model's; a pipeline rank has only its own parameters.
 
-    Gradients (before clipping) and counts are those of the first step, weights and biases those after the last.
+    Initial weights must be equal to the bit. Gradients (before clipping) and counts are those of the first step,
+    weights and biases those after the last.
     """
 
     losses: list[float]
@@ -81,14 +86,21 @@ class Result:
     biases: dict[str, torch.Tensor]
     reports: list[list[RouterReport]]
     """Of each step, all layers on every rank."""
+    initial: dict[str, torch.Tensor]
 
 
-def write_tokens(folder: Path) -> str:
-    """Random tokens with documents of 3 to 30 tokens, as an Optimus-style .npy file."""
+def write_tokens(folder: Path, constant: bool = False) -> str:
+    """Tokens in documents of 3 to 30, as an Optimus-style .npy file: random, or all the same.
+
+    Equal tokens have equal hidden states, so that all of them choose the same experts.
+    """
     rng = np.random.default_rng(0)
     tokens = rng.integers(1, VOCAB, size=2000, dtype=np.int32)
-    tokens[np.cumsum(rng.integers(3, 31, size=60))] = EOS
-    path = folder / "tokens.npy"
+    if constant:
+        tokens[:] = 7
+    else:
+        tokens[np.cumsum(rng.integers(3, 31, size=60))] = EOS
+    path = folder / f"tokens-{constant}.npy"
     np.save(path, tokens)
     return str(path)
 
@@ -128,14 +140,17 @@ def train(layout: Layout) -> Result:
         tempfile.TemporaryDirectory() as folder,
         mock.patch("torchtitan.trainer.time.sleep"),  # torchtitan waits 2 s for the other ranks' log lines
         mock.patch("torchtitan.distributed.utils.clip_grad_norm_") as clip,
+        XpuRules() if layout.xpu_rules else nullcontext(),
     ):
         trainer = _trainer(layout, layout.dump_folder or folder)
         config = trainer.config
-        result = Result([], [], {}, {}, {}, {}, [])
+        result = Result([], [], {}, {}, {}, {}, [], {})
         parts = trainer.model_parts
 
         def parameters() -> list[tuple[str, torch.Tensor]]:
             return [(canonical_fqn(n), p) for part in parts for n, p in part.named_parameters()]
+
+        result.initial = {name: _full(p) for name, p in parameters()}
 
         def observed_clip(*args: Any, **kwargs: Any) -> torch.Tensor:
             if not result.gradients:
@@ -208,7 +223,8 @@ def reference(layout: Layout) -> Result:
     optimizer = torch.optim.AdamW(
         [{"params": undecayed, "weight_decay": 0.0}, {"params": decayed}], betas=(0.9, 0.95), eps=1e-8, **OPTIMIZER
     )
-    result = Result([], [], {}, {}, {}, {}, [])
+    result = Result([], [], {}, {}, {}, {}, [], {})
+    result.initial = {n: p.detach().clone() for n, p in module.named_parameters()}
     batches = iter(loader)
     for _ in range(STEPS):
         micro_batches = [next(batches) for _ in range(GLOBAL_BATCH // layout.reference_micro_batch)]

@@ -83,8 +83,11 @@ class MulaArgs:
     expert_bias_rate: float = 0.0
     """Step of the bias-based balancing without auxiliary loss (arXiv 2408.15664); 0 turns it off."""
 
-    expert_dispatch: Literal["all_to_all", "all_gather"] = "all_to_all"
-    """How tokens reach experts of other ranks: each to its experts, or all to all, without host synchronisation."""
+    expert_dispatch: Literal["auto", "all_to_all", "all_gather"] = "auto"
+    """
+    How tokens reach the experts of other ranks: each token to its experts (all_to_all), or all tokens to all ranks
+    (all_gather: even messages, no host synchronisation). auto: all_gather on XPU, all_to_all elsewhere.
+    """
 
     @property
     def head_dim(self) -> int:

@@ -67,6 +67,7 @@ class MulaModel(Decoder):
         load_balance_per_layer: bool = False
         load_balance_scope: str = "micro_batch"
         router_z_loss: float = 0.0
+        optimizer_sharding: str = "fsdp"
 
         @property
         def num_moe_layers(self) -> int:
@@ -74,11 +75,12 @@ class MulaModel(Decoder):
             return sum(layer.moe is not None for layer in self.layers)
 
         def update_from_config(self, *, config, **kwargs) -> None:
-            """Take what the run's configuration decides: sharding plans and the seed of the initial weights."""
+            """Take what the run's configuration decides: sharding plans and the seed of initial weights."""
             Decoder.Config.update_from_config(self, config=config, **kwargs)
             debug = getattr(config, "debug", None)
             if debug is not None and debug.seed is not None:
                 self.init_seed = debug.seed
+            self.optimizer_sharding = getattr(config.optimizer, "sharding", "fsdp")
             parallelism = config.parallelism
             set_mula_sharding_config(
                 self,
@@ -207,7 +209,9 @@ class MulaModel(Decoder):
             per_layer=config.load_balance_per_layer,
             z=config.router_z_loss,
         )
-        return AddLoss.apply(h_BLD, loss)
+        h_BLD = AddLoss.apply(h_BLD, loss)
+        # A pipeline stage must not return a view: FSDP hangs its backward hook on the output.
+        return h_BLD.clone() if self.norm is None else h_BLD
 
     @torch.no_grad()
     def _choice_shares(self, load_LE: torch.Tensor, batch_weight: torch.Tensor) -> torch.Tensor:

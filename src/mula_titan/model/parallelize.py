@@ -1,4 +1,4 @@
-"""Apply parallelism to the model: CP -> TP/EP -> activation checkpointing -> block compile -> FSDP2 or HSDP."""
+"""Apply parallelism to the model: CP -> TP/EP -> activation checkpointing -> block compile -> FSDP2, HSDP or replication."""
 
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
@@ -7,6 +7,7 @@ from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.context_parallel import apply_cp_to_forward
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 
+from mula_titan.components.optimizer import replicate_parameters
 from mula_titan.model.model import MulaModel
 from mula_titan.runtime.comm import use_plain_sums
 
@@ -45,11 +46,16 @@ def parallelize_mula(
     if compile_config.enable and "model" in compile_config.components:
         apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
 
+    model.data_mesh = parallel_dims.get_optional_mesh("loss")
+    param_dtype, sharding = TORCH_DTYPE_MAP[training.mixed_precision_param], model.config.optimizer_sharding
+    if sharding != "fsdp":
+        replicate_parameters(model, parallel_dims, sharding=sharding, param_dtype=param_dtype)
+        return model
     replicate = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
     apply_fsdp_to_decoder(
         model,
         parallel_dims.get_mesh([*replicate, "fsdp"]),
-        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+        param_dtype=param_dtype,
         reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
         pp_enabled=parallel_dims.pp_enabled,
         cpu_offload=training.enable_cpu_offload,
@@ -59,5 +65,4 @@ def parallelize_mula(
         enable_symm_mem=parallelism.enable_fsdp_symm_mem,
     )
     use_plain_sums(model)
-    model.data_mesh = parallel_dims.get_optional_mesh("loss")
     return model

@@ -22,9 +22,10 @@ from mula_titan.model.attention import FullWidthRMSNorm, MaskedAttention, Normed
 from mula_titan.model.model import MulaBlock, MulaModel
 from mula_titan.model.moe import Float32Linear, MulaMoE, Router
 from mula_titan.model.parallelize import parallelize_mula
+from mula_titan.runtime import select_device
 
 DISPATCHERS = {"all_to_all": AllToAllTokenDispatcher.Config, "all_gather": AllGatherTokenDispatcher.Config}
-"""Values of ``model.expert_dispatch``."""
+"""Values of ``model.expert_dispatch`` beside auto."""
 
 # MulaModel.init_states gives every parameter its value; the modules' own initialisers would be overwritten.
 _LATER: dict[str, Any] = {"weight": skip_param_init}
@@ -72,6 +73,14 @@ def _feed_forward(args: MulaArgs) -> FeedForward.Config:
     return FeedForward.Config(w1=up, w2=down, w3=_linear(args.dim, args.ffn_dim))
 
 
+def _dispatcher(args: MulaArgs) -> AllToAllTokenDispatcher.Config | AllGatherTokenDispatcher.Config:
+    kind = args.expert_dispatch
+    if kind == "auto":
+        # xccl emulates uneven all-to-all with sends and receives, and older versions refuse empty messages.
+        kind = "all_gather" if select_device() == "xpu" else "all_to_all"
+    return DISPATCHERS[kind](num_experts=args.num_experts, top_k=args.top_k)
+
+
 def _moe(args: MulaArgs) -> MulaMoE.Config:
     return MulaMoE.Config(
         num_experts=args.num_experts,
@@ -90,7 +99,7 @@ def _moe(args: MulaArgs) -> MulaMoE.Config:
                 num_experts=args.num_experts,
                 param_init={name: skip_param_init for name in ("w1_EFD", "w2_EDF", "w3_EFD")},
             ),
-            token_dispatcher=DISPATCHERS[args.expert_dispatch](num_experts=args.num_experts, top_k=args.top_k),
+            token_dispatcher=_dispatcher(args),
         ),
     )
 
