@@ -238,9 +238,11 @@ def moe_experts(
         (T, D) in the dtype of x.
 
     Raises:
-        ValueError: shapes or dtypes that don't fit together.
+        ValueError: shapes or dtypes that don't fit together, or a negative bound.
     """
     _check(x_TD, topk_ids_TK, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF)
+    if max_rows is not None and max_rows < 0:
+        raise ValueError(f"max_rows must not be negative, got {max_rows}; None means no bound")
     tensors = (x_TD, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF)
     save = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     bound = -1 if max_rows is None else max_rows

@@ -68,7 +68,7 @@ def swiglu_backward(
     dgate_up_R2F = gate_up_R2F if overwrite else torch.empty_like(gate_up_R2F)
     dweights_TK = torch.zeros_like(weights_TK)
     block = triton.next_power_of_2(F)
-    rows = max(1, min(4, 4096 // block))
+    rows = 1 if block >= 512 else min(8, 512 // block)
     launch(
         _swiglu_backward_kernel,
         (R // rows,),
@@ -82,6 +82,6 @@ def swiglu_backward(
         F=F,
         ROWS=rows,
         BLOCK_F=block,
-        num_warps=8,
+        num_warps=4 if block <= 4096 else 8,
     )
     return dgate_up_R2F, dweights_TK

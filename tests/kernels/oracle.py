@@ -54,7 +54,7 @@ def token_loop(problem: Problem) -> torch.Tensor:
     x_TD, ids_TK, weights_TK, w1_EFD, w3_EFD, w2_EDF = problem
     out = []
     for x_D, ids_K, weights_K in zip(x_TD, ids_TK.tolist(), weights_TK, strict=True):
-        out_D = torch.zeros_like(x_D)
+        out_D = x_D * 0  # keeps a token without local picks in the graph
         for e, weight in zip(ids_K, weights_K, strict=True):
             if 0 <= e < w1_EFD.shape[0]:
                 h_F = F.silu(w1_EFD[e] @ x_D) * (w3_EFD[e] @ x_D)

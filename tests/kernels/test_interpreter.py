@@ -1,0 +1,26 @@
+"""Without a GPU: test_triton_kernels.py under Triton's interpreter, in a process that sets it before triton's import."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or torch.xpu.is_available(), reason="the kernels run on the GPU itself")
+def test_kernels_under_the_interpreter():
+    pytest.importorskip("triton", reason="this build of torch brings no triton")
+    here = Path(__file__).parent
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(here / "test_triton_kernels.py")],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        cwd=here.parents[1],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
+    assert " passed" in result.stdout

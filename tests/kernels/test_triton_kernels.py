@@ -1,0 +1,246 @@
+"""The Triton kernels against the float64 per-token oracle, on a GPU or under Triton's interpreter.
+
+Without a GPU, test_interpreter.py runs this file in a process of its own with TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from oracle import Problem, assert_matches_oracle, output_and_gradients, random_problem, token_loop
+
+from inductor_kernels import moe_experts, reference, sorted_experts, use_path
+from inductor_kernels.configs import layer_config
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() else "xpu" if torch.xpu.is_available() else "cpu"
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU; test_interpreter.py runs this file with the interpreter"
+)
+# The interpreter multiplies bf16 bit patterns as integers: on CPU the 16-bit case is fp16.
+HALF = torch.float16 if DEVICE == "cpu" else torch.bfloat16
+# fp32: summation order only. 16 bit: inputs, intermediates and outputs each rounded to 8 (bf16) or 11 (fp16) bits.
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    torch.manual_seed(torch.seed() % 2**31)
+    with use_path("triton"):
+        yield
+
+
+def experts(problem):
+    return moe_experts(*problem)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize(
+    ("T", "K", "E", "D", "F"),
+    [
+        (40, 2, 5, 24, 40),  # nothing a multiple of a tile
+        (33, 1, 3, 48, 32),  # K = 1 scatters straight to tokens
+        (19, 3, 4, 20, 12),  # rows too narrow for 16-byte descriptors: pointer path
+        (5, 4, 8, 16, 16),  # fewer tokens than experts
+    ],
+)
+def test_output_and_gradients(T, K, E, D, F, dtype):
+    ids_TK = torch.randint(-2, E + 2, (T, K))  # some picks aren't local
+    assert_matches_oracle(
+        experts, random_problem(T, K, E, D, F, ids=ids_TK, device=DEVICE, dtype=dtype), TOLERANCE[dtype]
+    )
+
+
+@pytest.mark.parametrize(
+    "ids_T", [[2] * 37, [-1] * 9, [0, 3] * 10, [0] * 15 + [3] * 16 + [1] * 17], ids=["one", "none", "empty", "ragged"]
+)
+def test_unbalanced_routing(ids_T):
+    ids_TK = torch.tensor(ids_T)[:, None]
+    problem = random_problem(len(ids_T), 1, 4, 16, 24, ids=ids_TK, device=DEVICE)
+    assert_matches_oracle(experts, problem, TOLERANCE[torch.float32])
+    values = output_and_gradients(experts, problem, torch.ones_like(problem.x_TD))
+    for e in set(range(4)) - set(ids_T):
+        assert all(values[name][e].abs().max() == 0 for name in ("dw1", "dw3", "dw2")), "empty expert has a gradient"
+
+
+def test_zero_tokens():
+    problem = random_problem(0, 2, 3, 16, 16, device=DEVICE)
+    values = output_and_gradients(experts, problem, torch.zeros_like(problem.x_TD))
+    assert values["out"].shape == (0, 16)
+    assert all(values[name].abs().max() == 0 for name in ("dw1", "dw3", "dw2"))
+
+
+def test_poisoned_memory(monkeypatch):
+    """Every allocation starts as NaN: nothing unwritten may reach a result."""
+
+    def poisoned(allocate):
+        def run(*args, **kwargs):
+            tensor = allocate(*args, **kwargs)
+            return tensor.fill_(float("nan") if tensor.is_floating_point() else -(2**30))
+
+        return run
+
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+    for T, K in ((21, 2), (21, 1)):
+        ids_TK = torch.randint(-1, 4, (T, K))
+        ids_TK[ids_TK == 2] = 0
+        problem = random_problem(T, K, 4, 16, 24, ids=ids_TK, device=DEVICE)
+        assert_matches_oracle(experts, problem, TOLERANCE[torch.float32])
+
+
+def test_plan_equals_reference():
+    from inductor_kernels import index
+
+    for T, K, E, max_rows in ((50, 3, 7, -1), (9, 1, 1, -1), (30, 2, 5, 11)):
+        ids_TK = torch.randint(-1, E + 1, (T, K), device=DEVICE)
+        plan, truth = index.build_plan(ids_TK, E, 16, max_rows), reference.build_plan(ids_TK, E, 16, max_rows)
+        used = int(truth.segment_E1[-1])
+        assert torch.equal(plan.slot_of_pick_TK, truth.slot_of_pick_TK)
+        assert torch.equal(plan.segment_E1, truth.segment_E1)
+        assert torch.equal(plan.expert_of_tile_M, truth.expert_of_tile_M)
+        assert torch.equal(plan.pick_of_slot_R[:used], truth.pick_of_slot_R[:used])
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_max_rows(K):
+    """A sufficient bound changes nothing; an insufficient one gives NaN in the tokens left out, never a wrong number."""
+    T = 60 if DEVICE == "cpu" else 400
+    problem = random_problem(T, K, 2, 16, 16, ids=torch.zeros(T, K, dtype=torch.long), device=DEVICE)
+    full = experts(problem)
+    assert torch.equal(moe_experts(*problem, max_rows=T * K), full)
+    short = moe_experts(*problem, max_rows=4)
+    left_out = short.isnan().any(dim=1)
+    assert left_out.any() and torch.equal(short[~left_out], full[~left_out])
+
+
+def test_non_contiguous_inputs():
+    x, ids, weights, w1, w3, w2 = random_problem(18, 2, 3, 16, 24, device=DEVICE)
+
+    def transposed(problem):
+        strided = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in problem]
+        assert not strided[3].is_contiguous()
+        return moe_experts(*strided)
+
+    problem = Problem(x, ids, weights, w1, w3, w2)
+    assert_matches_oracle(transposed, problem, TOLERANCE[torch.float32])
+
+
+def test_weights_in_either_order_of_address():
+    """dx reads both weights as one operand with the distance of their addresses as stride."""
+    problem = random_problem(18, 2, 3, 16, 24, device=DEVICE)
+    both = torch.stack([problem.w3_EFD, problem.w1_EFD]).detach()
+    for first, second in ((0, 1), (1, 0)):
+        swapped = problem._replace(w1_EFD=both[first].requires_grad_(), w3_EFD=both[second].requires_grad_())
+        assert_matches_oracle(experts, swapped, TOLERANCE[torch.float32])
+
+
+def test_repeated_runs_are_bitwise_equal():
+    problem = random_problem(60, 3, 4, 24, 40, device=DEVICE, dtype=HALF)
+    dout_TD = torch.randn_like(problem.x_TD)
+    first = output_and_gradients(experts, problem, dout_TD)
+    second = output_and_gradients(experts, problem, dout_TD)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_sums_are_fp32():
+    """All-positive inputs over a long contraction: 16-bit accumulation would lose most of the sum."""
+    T, D, F = (512, 32, 16) if DEVICE == "cpu" else (8192, 256, 128)
+    x, ids, weights, w1, w3, w2 = random_problem(T, 1, 1, D, F, device=DEVICE, dtype=HALF)
+    problem = Problem(*(t.detach().abs().requires_grad_(t.requires_grad) for t in (x, ids, weights, w1, w3, w2)))
+    dout_TD = torch.rand(T, D, device=DEVICE, dtype=HALF)
+    values = output_and_gradients(experts, problem, dout_TD)
+    with use_path("reference"):
+        truth = output_and_gradients(experts, problem.like(torch.float64), dout_TD.double())
+    for name in truth:
+        error = float((values[name].double() - truth[name]).norm() / truth[name].norm())
+        assert error <= TOLERANCE[HALF], (name, error)
+
+
+def test_sorted_rows_with_a_tail():
+    """Rows past the last count give zero rows and zero gradients, whatever they hold."""
+    counts_E = torch.tensor([5, 0, 17, 3], device=DEVICE)
+    x, _, _, w1, w3, w2 = random_problem(32, 1, 4, 16, 24, device=DEVICE)
+    with torch.no_grad():
+        x[25:] = 1e30
+    ids_T1 = torch.repeat_interleave(
+        torch.tensor([0, 1, 2, 3, -1], device=DEVICE), torch.tensor([5, 0, 17, 3, 7], device=DEVICE)
+    )[:, None]
+    truth_problem = random_problem(32, 1, 4, 16, 24, device=DEVICE)._replace(
+        x_TD=x,
+        ids_TK=ids_T1,
+        weights_TK=torch.ones(32, 1, device=DEVICE, requires_grad=True),
+        w1_EFD=w1,
+        w3_EFD=w3,
+        w2_EDF=w2,
+    )
+    dout_RD = torch.randn(32, 16, device=DEVICE)
+    truth = output_and_gradients(token_loop, truth_problem, dout_RD)
+    out_RD = sorted_experts(x, counts_E, w1, w3, w2)
+    grads = torch.autograd.grad(out_RD, (x, w1, w3, w2), dout_RD)
+    assert out_RD[25:].abs().max() == 0 and grads[0][25:].abs().max() == 0
+    for value, name in zip((out_RD, *grads), ("out", "dx", "dw1", "dw3", "dw2"), strict=True):
+        torch.testing.assert_close(value, truth[name], rtol=1e-4, atol=1e-5)
+
+
+def test_second_backward_is_refused():
+    problem = random_problem(8, 2, 2, 16, 16, device=DEVICE)
+    out = experts(problem)
+    out.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs CUDA memory of 20 GiB: more than 2^31 elements in a buffer")
+def test_more_than_2_31_elements(monkeypatch):
+    """Row buffers and weights beyond 2^31 elements: the last expert is right and no guard around a buffer was touched."""
+    guard, buffers = 4096, []
+
+    def guarded(shape, dtype, device):
+        size = torch.Size(shape).numel()
+        buffer = torch.full((size + 2 * guard,), 7, dtype=dtype, device=device)
+        buffers.append(buffer)
+        return buffer[guard : guard + size].view(shape)
+
+    D, F, E, T = 8192, 8192, 40, 150_000
+    weights = [torch.zeros(E, a, b, device=DEVICE, dtype=HALF) for a, b in ((F, D), (F, D), (D, F))]
+    assert weights[0].numel() > 2**31 and T * 2 * F > 2**31
+    for w in weights:
+        w[-1].normal_(std=D**-0.5)
+        w.requires_grad_()
+    x = torch.randn(T, D, device=DEVICE, dtype=HALF, requires_grad=True)
+    ids = torch.full((T, 1), E - 1, device=DEVICE)
+    scores = torch.rand(T, 1, device=DEVICE, requires_grad=True)
+    dout = torch.randn_like(x)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_like", lambda t: guarded(t.shape, t.dtype, t.device))
+        patch.setattr(torch.Tensor, "new_empty", lambda t, *shape: guarded(shape, t.dtype, t.device))
+        out = moe_experts(x, ids, scores, *weights)
+        grads = torch.autograd.grad(out, (x, scores, *weights), dout)
+    assert len(buffers) >= 8
+    for buffer in buffers:
+        assert (buffer[:guard] == 7).all() and (buffer[-guard:] == 7).all(), "a kernel wrote outside its buffer"
+    last = slice(T - 64, T)
+    x64, w64 = x[last].double().detach().requires_grad_(), [w[-1].double() for w in weights]
+    h = torch.nn.functional.silu(x64 @ w64[0].T) * (x64 @ w64[1].T)
+    truth = (h @ w64[2].T) * scores[last].double()
+    (dx,) = torch.autograd.grad(truth, x64, dout[last].double())
+    assert (out[last].double() - truth).norm() / truth.norm() < TOLERANCE[HALF]
+    assert (grads[0][last].double() - dx).norm() / dx.norm() < TOLERANCE[HALF]
+    with torch.no_grad():
+        h_all = torch.nn.functional.silu(x @ weights[0][-1].T) * (x @ weights[1][-1].T)
+        dw2 = (dout * scores).T[:32].float() @ h_all.float()
+    assert (grads[4][-1][:32].float() - dw2).norm() / dw2.norm() < TOLERANCE[HALF]
+    assert all(g[e].abs().max() == 0 for g in grads[2:] for e in (0, E - 2))
+
+
+def test_config_tiles_fit_together():
+    for dtype in (torch.float32, HALF):
+        config = layer_config(torch.device(DEVICE), dtype)
+        row_gemms = (config.gate_up, config.down, config.down_backward, config.gate_up_backward)
+        assert {c.block_m for c in row_gemms} == {config.row_tile}
+        for c in (config.gate_up_weight_grad, config.down_weight_grad):
+            assert config.row_tile % c.block_k == 0, "a contraction block would reach into the next expert's segment"
