@@ -54,8 +54,9 @@ AT_LEAST = {
     "parallelism.context_parallel_degree": 1,
     "parallelism.expert_parallel_degree": 1,
     "optimizer.weight_decay": 0,
+    "optimizer.clip_after_step": 0,
 }
-POSITIVE = ("training.max_norm", "optimizer.lr", "optimizer.eps", "metrics.router_alarm")
+POSITIVE = ("training.max_norm", "optimizer.lr", "optimizer.eps", "optimizer.bucket_mib", "metrics.router_alarm")
 FRACTIONS = (
     "optimizer.beta1",
     "optimizer.beta2",
@@ -252,6 +253,14 @@ def _batches(config: MulaTrainer.Config, world_size: int) -> Iterator[Problem]:
         yield (
             "training.global_batch_size",
             f"must be a multiple of local_batch_size {t.local_batch_size} x data-parallel ranks {data_ranks} = {unit}",
+        )
+    micro_batches = t.local_batch_size // max(1, p.pipeline_parallel_microbatch_size)
+    if p.pipeline_parallel_degree > 1 and micro_batches < p.pipeline_parallel_degree:
+        yield (
+            "training.local_batch_size",
+            f"gives {micro_batches} pipeline micro-batches of {p.pipeline_parallel_microbatch_size}, fewer than the "
+            f"{p.pipeline_parallel_degree} stages; set at least "
+            f"{p.pipeline_parallel_degree * p.pipeline_parallel_microbatch_size}",
         )
     if t.disable_cuda_graphs is False and p.pipeline_parallel_degree > 1:
         yield "training.disable_cuda_graphs", "pipeline parallelism doesn't run in CUDA graphs; set true"

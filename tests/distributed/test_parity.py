@@ -34,7 +34,7 @@ DENSE = {"num_experts": 0, "top_k": 0, "norm": "layer_no_affine", "qk_norm": Fal
 
 def pipeline(schedule: str, **more: Any) -> dict[str, Any]:
     """Flags of two pipeline ranks over micro-batches of 2; each data rank's share of the batch is one call."""
-    return {PP: 2, SCHEDULE: schedule, PP_MB: 2, **more}
+    return {PP: 2, SCHEDULE: schedule, PP_MB: 2} | more
 
 
 CASES: dict[int, dict[str, dict[str, Any]]] = {
@@ -113,8 +113,9 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
     8: {
         "hsdp_tp_ep": {"flags": {REPLICATE: 2, TP: 2, EP: 4, "training.local_batch_size": 2}},
         "pp_hsdp_ep": {
-            "flags": pipeline("1F1B", **{BATCH: 2, REPLICATE: 2, EP: 2, AC: "selective"}),
+            "flags": pipeline("1F1B", **{PP_MB: 1, BATCH: 2, REPLICATE: 2, EP: 2, AC: "selective"}),
             "model": PER_LAYER,
+            "reference_micro_batch": 1,
         },
         "interleaved_tp_ep": {
             "flags": pipeline("Interleaved1F1B", **{BATCH: 4, TP: 2, EP: 4}),
@@ -221,4 +222,8 @@ def test_equals_one_process(world: int, name: str, results: Any, expected: Any) 
     _assert_close(gradients, want.gradients, 1e-5, "gradient of")
     weights = _merged(ranks, "weights")
     assert weights.keys() == want.weights.keys()
-    _assert_close(weights, want.weights, 1e-4, "weight")
+    # Where equal tokens make a gradient zero, Adam turns its rounding noise into whole steps.
+    largest = max(float(g.norm()) for g in want.gradients.values())
+    noise = {name for name, g in want.gradients.items() if float(g.norm()) < 1e-5 * largest}
+    assert not noise or CASES[world][name].get("constant")
+    _assert_close({n: w for n, w in weights.items() if n not in noise}, want.weights, 1e-4, "weight")
