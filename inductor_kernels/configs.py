@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import json
+import os
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -76,14 +80,39 @@ _INTERPRETER = _uniform(block_m=16, block_n=32, block_k=16, num_stages=1)
 
 
 @functools.cache
-def layer_config(device: torch.device, dtype: torch.dtype) -> LayerConfig:
+def layer_config(device: torch.device, dtype: torch.dtype, D: int, F: int) -> LayerConfig:
+    """Configs for experts of model width D and width F: what `tune` measured on this device, or the built-in."""
     if device.type == "cpu":
         return _INTERPRETER
+    config = _built_in(device, dtype)
+    tuned = load_tuned(device).get(problem_key(dtype, D, F), {})
+    return replace(config, **{family: GemmConfig(**values) for family, values in tuned.items()})
+
+
+def _built_in(device: torch.device, dtype: torch.dtype) -> LayerConfig:
     if dtype == torch.float32:
         return _GENERIC_FP32
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9:
         return _HOPPER_BF16
     return _GENERIC_16BIT
+
+
+def problem_key(dtype: torch.dtype, D: int, F: int) -> str:
+    return f"{str(dtype).removeprefix('torch.')}-D{D}-F{F}"
+
+
+def tuned_file(device: torch.device) -> Path:
+    """The file of a device kind's choices, in $INDUCTOR_KERNELS_CACHE or ~/.cache/inductor_kernels."""
+    folder = os.environ.get("INDUCTOR_KERNELS_CACHE") or Path.home() / ".cache" / "inductor_kernels"
+    name = torch.get_device_module(device).get_device_name(device)
+    return Path(folder) / f"{re.sub(r'[^A-Za-z0-9]+', '-', name)}.json"
+
+
+@functools.cache
+def load_tuned(device: torch.device) -> dict[str, dict[str, dict]]:
+    """Problem key -> GEMM family -> GemmConfig fields; empty where nothing was tuned."""
+    path = tuned_file(device)
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 @functools.cache

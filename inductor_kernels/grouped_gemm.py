@@ -1,9 +1,9 @@
 """Grouped GEMMs of the routed experts: kernels and launchers, no autograd.
 
-Row GEMMs (`gate_up`, `down`, `down_backward`, `gate_up_backward`) produce one row tile of the expert-major slots; a row
-tile belongs to one expert (see `plan.Plan`). `weight_grad` contracts over the slots of one expert. All of them accumulate
-in fp32, add in a fixed order and write every element of every segment, padding included: rows of padding slots are zero
-because the gathered input rows of padding slots are.
+Row GEMMs (`gate_up`, `down`, `down_backward`, `gate_up_backward`) produce one row tile of the expert-major slots; a
+row tile belongs to one expert (see `plan.Plan`). Weight-gradient GEMMs contract over the slots of one expert. All of
+them accumulate in fp32, add in a fixed order and write every element of every segment, padding included: rows of
+padding slots are zero because the gathered input rows of padding slots are.
 
 Programs are persistent where the config says so: program p takes tiles p, p + programs, ... so that the loads of the
 next tile overlap the epilogue of this one.
@@ -137,7 +137,7 @@ def _store_weight(
 def _rows_operand(
     ptr, R, COLS: tl.constexpr, STRIDE: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, DESC: tl.constexpr
 ):
-    """Something `_load_rows` and `_store_rows` can use: a descriptor over (R, COLS) with rows STRIDE apart, or the pointer."""
+    """What `_load_rows` and `_store_rows` use: a descriptor over (R, COLS) with rows STRIDE apart, or the pointer."""
     if DESC:
         return tl.make_tensor_descriptor(ptr, shape=[R, COLS], strides=[STRIDE, 1], block_shape=[BR, BC])
     else:
@@ -248,7 +248,7 @@ def _gate_up_kernel(
         gate = tl.zeros((BM, BN), tl.float32)
         up = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, D, BK):
-            if GATHER:
+            if GATHER:  # noqa: SIM108 (triton takes no conditional expression here)
                 a = _gather_rows(x_ptr, picks, k, K, D, BK)
             else:
                 a = _load_rows(x, m * BM, k, D, D, BM, BK, DESC)
@@ -350,7 +350,7 @@ def _down_backward_kernel(
             picks = tl.load(pick_of_slot_ptr + m * BM + tl.arange(0, BM))
         acc = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, D, BK):
-            if GATHER:
+            if GATHER:  # noqa: SIM108
                 a = _gather_rows(dout_ptr, picks, k, K, D, BK)
             else:
                 a = _load_rows(dout, m * BM, k, D, D, BM, BK, DESC)
@@ -396,8 +396,8 @@ def _gate_up_backward_kernel(
         m, n = _tile_coordinates(tile, num_m, num_n, GROUP_M)
         e = tl.load(expert_of_tile_ptr + m)
         acc = tl.zeros((BM, BN), tl.float32)
-        # One loop over both halves of the contraction. Where BK doesn't divide F the last block of dgate reads into dup:
-        # the weight block is zero there.
+        # One loop over both halves of the contraction. Where BK doesn't divide F the last block of dgate reads into
+        # dup: the weight block is zero there.
         for i in tl.range(0, 2 * num_k):
             half = i // num_k
             k = (i % num_k) * BK
@@ -557,7 +557,7 @@ def gate_up(
 def down(
     h_RF: torch.Tensor, w2_EDF: torch.Tensor, weights_TK: torch.Tensor, plan: Plan, config: GemmConfig
 ) -> torch.Tensor:
-    """y = h W2^T in slot order; for K = 1 times the routing weight and in token order (tokens without slot unwritten)."""
+    """y = h W2^T in slot order; for K = 1 times the routing weight, in token order (tokens without slot unwritten)."""
     E, D, F = w2_EDF.shape
     T, K = weights_TK.shape
     R = h_RF.shape[0]

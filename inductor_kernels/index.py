@@ -1,8 +1,8 @@
 """Index building without sort, atomics or host synchronisation: three small Triton launches.
 
 Every local pick (a token together with one of its chosen experts) gets a slot. Slots are expert-major; each expert's
-segment starts at a multiple of `row_tile`, so one row tile of a GEMM never holds two experts. Inside a segment picks keep
-their token order, which makes every later reduction deterministic.
+segment starts at a multiple of `row_tile`, so one row tile of a GEMM never holds two experts. Inside a segment picks
+keep their token order, which makes every later reduction deterministic.
 
 Shape suffixes: T tokens, K picks per token, P = T*K picks, E local experts, B blocks of picks, R slots (static upper
 bound), M = R / row_tile row tiles.

@@ -26,7 +26,7 @@ def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     return torch.empty(size, dtype=torch.int8, device=torch.accelerator.current_accelerator())
 
 
-def _provide_scratch() -> None:
+def provide_scratch() -> None:
     """Triton keeps its allocator in a context variable, which autograd's own threads don't inherit: set it per call."""
     triton.set_allocator(_scratch)
 
@@ -66,8 +66,8 @@ def forward(
     save: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `reference.forward`. Without `save`, gate_up_R2F is empty."""
-    _provide_scratch()
-    config = layer_config(x_TD.device, x_TD.dtype)
+    provide_scratch()
+    config = layer_config(x_TD.device, x_TD.dtype, w2_EDF.shape[1], w2_EDF.shape[2])
     x = _rows(x_TD, plan, config.gate_up)
     h_RF, gate_up_R2F = grouped_gemm.gate_up(x, w1_EFD, w3_EFD, plan, config.gate_up, save)
     out = grouped_gemm.down(h_RF, w2_EDF, weights_TK, plan, config.down)
@@ -90,8 +90,8 @@ def backward(
     overwrite: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `reference.backward`. The order of the steps keeps few row tensors alive at once."""
-    _provide_scratch()
-    config = layer_config(x_TD.device, x_TD.dtype)
+    provide_scratch()
+    config = layer_config(x_TD.device, x_TD.dtype, w2_EDF.shape[1], w2_EDF.shape[2])
     dout = _rows(dout_TD, plan, config.down_backward)
     dh_RF = grouped_gemm.down_backward(dout, w2_EDF, plan, config.down_backward)
     dgate_up_R2F, dweights_TK = swiglu_backward(dh_RF, gate_up_R2F, weights_TK, plan, overwrite)

@@ -47,7 +47,7 @@ def kernel_path(device: torch.device) -> Path:
 
 @contextlib.contextmanager
 def use_path(path: Path) -> Iterator[None]:
-    """Force one path inside the block, for tests and A/B timing; a failing kernel then raises instead of falling back."""
+    """Force one path inside the block, for tests and A/B timing; a failing kernel then raises, without falling back."""
     global _forced_path
     previous, _forced_path = _forced_path, path
     try:
@@ -98,7 +98,7 @@ def _moe_experts(
     x_TD, topk_ids_TK, topk_weights_TK = x_TD.contiguous(), topk_ids_TK.contiguous(), topk_weights_TK.contiguous()
     w1_EFD, w3_EFD, w2_EDF = w1_EFD.contiguous(), w3_EFD.contiguous(), w2_EDF.contiguous()
     device = x_TD.device
-    row_tile = layer_config(device, x_TD.dtype).row_tile
+    row_tile = layer_config(device, x_TD.dtype, *w2_EDF.shape[1:]).row_tile
     if topk_ids_TK.numel() == 0:
         plan = reference.build_plan(topk_ids_TK, w1_EFD.shape[0], row_tile, max_rows)
         out_TD, gate_up_R2F = torch.zeros_like(x_TD), x_TD.new_empty(plan.pick_of_slot_R.shape[0], 2 * w1_EFD.shape[1])
@@ -111,7 +111,8 @@ def _moe_experts(
 @torch.library.register_fake("inductor_kernels::moe_experts")
 def _(x_TD, topk_ids_TK, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF, max_rows, save):
     E, F, _ = w1_EFD.shape
-    row_tile = layer_config(x_TD.device, x_TD.dtype).row_tile
+    # int(): the widths of weights are fixed even where a tracer was told that all sizes are dynamic.
+    row_tile = layer_config(x_TD.device, x_TD.dtype, int(w2_EDF.shape[1]), int(F)).row_tile
     R = num_slots(topk_ids_TK.numel(), E, row_tile, max_rows)
     return (
         torch.empty_like(x_TD, memory_format=torch.contiguous_format),

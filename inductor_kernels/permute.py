@@ -29,7 +29,7 @@ def _gather_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Programs [0, E) clear the padding of one segment; each of the next T copies a token to its slots: x is read once."""
+    """Programs [0, E) clear one segment's padding; each of the next T copies a token to its slots: x is read once."""
     program = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_D = cols < D

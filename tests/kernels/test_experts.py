@@ -1,4 +1,4 @@
-"""The torchtitan modules on the kernels: equal to the stock modules, in our config tree and in torchtitan's Qwen3 MoE."""
+"""The torchtitan modules on the kernels: equal to the stock ones, by config type and as override in Qwen3 MoE."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_bf16_parameters_give_the_stock_numbers(routing):
 
 
 def test_token_major_dispatcher_splits_experts(routing):
-    """Two halves of the experts, each seeing all tokens with ids relative to its own first expert, add up to the whole."""
+    """Two halves of the experts, each seeing all tokens with ids relative to its first expert, add up to the whole."""
 
     class HalfDispatcher(LocalTokenDispatcher):
         first = 0
