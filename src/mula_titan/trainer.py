@@ -1,27 +1,71 @@
-"""MulaTrainer: torchtitan's Trainer with the Mula models, router losses and a report at the end.
+"""MulaTrainer: torchtitan's Trainer with the Mula models, router losses, checks around the update, and a report.
 
 Shape suffixes: B = batch, L = sequence length.
 """
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torchtitan.components.checkpointer.base import ModelWrapper
 from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from mula_titan.components.checkpoint import MulaCheckpointManager
+from mula_titan.components.diagnosis import Diagnosis, Finding, gather, host_name, run_twice
+from mula_titan.components.fault_injection import FaultInjection
+from mula_titan.components.guard import NumericalGuard, Verdict, Vote, local_part
+from mula_titan.components.load_balance import moe_layers
 from mula_titan.components.metrics import MulaMetricsProcessor
 from mula_titan.components.optimizer import AdamWContainer
+from mula_titan.components.preemption import Preemption
+from mula_titan.components.random_state import RandomState
+from mula_titan.components.replicas import ReplicaCheck
+from mula_titan.components.step_data import StepData, samples_of_step
+from mula_titan.components.validation import MulaValidator
+from mula_titan.components.watchdog import Watchdog, phase
 from mula_titan.data.loader import TokenDataLoader
+from mula_titan.exit_codes import HARDWARE, NUMERICS, REQUEUE, FatalFault
 from mula_titan.model.args import MulaArgs
 from mula_titan.model.spec import model_spec
 
+FAULTS = "faults"
+"""Folder below the dump folder; in it step-N/ with report.json and what a replay needs."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Replay:
+    """Running steps twice to tell faults of the hardware from those of the software."""
+
+    interval: int = 0
+    """
+    Every so many steps, run forward and backward twice more with hooks and compare them to the bit, before the update.
+    0: never. Needs deterministic kernels.
+    """
+
+    bundle: str = ""
+    """Instead of training, replay this folder `faults/step-N`, on as many ranks as wrote it."""
+
+    def __post_init__(self) -> None:
+        if self.interval < 0:
+            raise ValueError(f"interval = {self.interval} must be at least 0")
+
 
 class MulaTrainer(Trainer):
-    """Training loop of the Mula models; its order of work is torchtitan's."""
+    """Training loop of the Mula models; its order of work is torchtitan's.
+
+    :meth:`train_step` is written anew, since torchtitan's has no place between gradients and update, where the
+    numerical guard must act; the loop around it is torchtitan's own.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
@@ -32,6 +76,25 @@ class MulaTrainer(Trainer):
         optimizer: AdamWContainer.Config = field(default_factory=AdamWContainer.Config)
         checkpoint: MulaCheckpointManager.Config = field(default_factory=MulaCheckpointManager.Config)
         metrics: MulaMetricsProcessor.Config = field(default_factory=MulaMetricsProcessor.Config)
+        validator: MulaValidator.Config = field(default_factory=MulaValidator.Config)
+
+        guard: NumericalGuard.Config = field(default_factory=NumericalGuard.Config)
+        """What happens when loss or gradients aren't finite, or spike."""
+
+        replay: Replay = field(default_factory=Replay)
+        """Running steps twice."""
+
+        watchdog: Watchdog.Config = field(default_factory=Watchdog.Config)
+        """What happens when a step, save or validation hangs."""
+
+        preemption: Preemption.Config = field(default_factory=Preemption.Config)
+        """What happens on a signal or at the end of the walltime."""
+
+        replicas: ReplicaCheck.Config = field(default_factory=ReplicaCheck.Config)
+        """Comparison of the ranks."""
+
+        fault_injection: FaultInjection.Config = field(default_factory=FaultInjection.Config)
+        """Damage on purpose, for tests."""
 
         def __post_init__(self) -> None:
             self.model_spec = model_spec(self.model)  # type: ignore[misc]  # a field of the parent's slots
@@ -47,10 +110,24 @@ class MulaTrainer(Trainer):
     config: Config
     metrics_processor: MulaMetricsProcessor
     checkpointer: MulaCheckpointManager
+    optimizers: AdamWContainer
+    validator: MulaValidator
 
     def __init__(self, config: Config):
         super().__init__(config)
         self.checkpointer.model_info = {"args": config.model, "hf_assets_path": config.hf_assets_path}
+        self.guard: NumericalGuard = config.guard.build()
+        self.preemption: Preemption = config.preemption.build()
+        self.watchdog: Watchdog = config.watchdog.build(dump_folder=config.dump_folder)
+        self.replicas: ReplicaCheck = config.replicas.build()
+        self.injected: FaultInjection | None = None
+        if config.fault_injection.kind != "none":
+            self.injected = config.fault_injection.build()
+            self.checkpointer.before_write = self.injected.before_write
+        self._vote = Vote(self.device, loss_copies=self.parallel_dims.tp)
+        self._random_state = RandomState()
+        if config.validator.enable and config.preemption.enable:
+            self.validator.must_stop = self._must_stop_validation
         self._global_valid_tokens: torch.Tensor | None = None
         self._data_ended = False
         self.metrics_processor.num_layers, self.metrics_processor.top_k = config.model.n_layers, config.model.top_k
@@ -58,9 +135,13 @@ class MulaTrainer(Trainer):
     def forward_backward_step(self, *, input_dict: Any, labels: Any, global_valid_tokens: torch.Tensor) -> torch.Tensor:
         """As torchtitan's; the token count of the step is kept for the router losses of its micro-batches."""
         self._global_valid_tokens = self.metrics_processor.step_valid_tokens = global_valid_tokens
-        return super().forward_backward_step(
+        loss = super().forward_backward_step(
             input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
         )
+        self._num_backwards += 1
+        if self._num_backwards == self.gradient_accumulation_steps:
+            self.optimizers.finish_backward()
+        return loss
 
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
@@ -72,12 +153,238 @@ class MulaTrainer(Trainer):
         return inputs, labels, extra_kwargs
 
     def train_step(self, data_iterator: Any) -> None:
-        """One optimizer step; remembers whether the data ended."""
-        try:
-            super().train_step(data_iterator)
-        except DataloaderExhaustedError:
-            self._data_ended = True
-            raise
+        """One optimizer step; remembers whether the data ended.
+
+        Raises:
+            FatalFault: the run must end: a fault that the guard's policy doesn't forgive, or preemption, after a save.
+        """
+        with phase("step"):
+            try:
+                data = self._read_step(data_iterator)
+            except DataloaderExhaustedError:
+                self._data_ended = True
+                raise
+            must_stop = self._train_on(data)
+        if must_stop and self.step < self.config.training.steps:
+            self.checkpointer.save_now(self.step)
+            saved = f"step {self.step} is saved" if self.checkpointer.enable else "nothing is saved: checkpoint.enable"
+            raise FatalFault(f"Preempted ({self.preemption.reason or 'on another rank'}): {saved}.", REQUEUE)
+
+    def _read_step(self, data_iterator: Any) -> StepData:
+        """The next step's batches, left on the CPU, and their number of targets on all ranks."""
+        mesh = self.parallel_dims.get_optional_mesh("batch")
+        per_pass = self.num_pipeline_parallel_microbatches
+        watched = self.guard.is_on or self.config.replay.interval
+        rank = 0 if mesh is None else mesh.get_local_rank()
+        samples = samples_of_step(self.dataloader, rank, self.gradient_accumulation_steps * per_pass) if watched else []
+        groups = [[next(data_iterator) for _ in range(per_pass)] for _ in range(self.gradient_accumulation_steps)]
+        local = torch.stack([(labels != IGNORE_INDEX).sum() for group in groups for _, labels in group]).sum()
+        # It stays on the device: the loss is divided by it without waiting.
+        everywhere = local.to(self.device)
+        if mesh is not None:
+            everywhere = dist_utils.dist_sum_tensor(everywhere, mesh)
+        state = self._random_state.state_dict() if watched else {}
+        return StepData(self.step, groups, local, everywhere, state, samples)
+
+    def _train_on(self, data: StepData) -> bool:
+        """Gradients, check, update, metrics; whether some rank was asked to end."""
+        loss = self._forward_backward(data)
+        if self.config.replay.interval and self.step % self.config.replay.interval == 0:
+            self._compare_replays(data)
+        grad_norm = dist_utils.clip_grad_norm_(
+            [p for m in self.model_parts for p in m.parameters()],
+            self.config.training.max_norm,
+            foreach=True,
+            pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
+            ep_enabled=self.parallel_dims.ep_enabled,
+        )
+        verdict = self._judge(loss, grad_norm)
+        self.checkpointer.maybe_wait_for_staging()
+        if verdict is not None and verdict.faults:
+            self._handle_fault(data, verdict, loss)
+        else:
+            learning_rates = self.lr_schedulers.get_metrics()
+            self.optimizers.step()
+            self.lr_schedulers.step()
+            self.replicas.every(self.step, self.model_parts)
+            if self.metrics_processor.should_log(self.step):
+                self._log(data, loss, grad_norm, learning_rates)
+        if self.injected:
+            self.injected.after_step(data.step)
+        return verdict is not None and verdict.stop
+
+    def _forward_backward(self, data: StepData) -> torch.Tensor:
+        """All passes of a step from zero gradients; this rank's share of the mean loss."""
+        self.optimizers.zero_grad(set_to_none=self.config.training.disable_cuda_graphs)
+        self._num_backwards = 0
+        total: torch.Tensor | None = None
+        with self.injected.in_step(data.step, self.model_parts) if self.injected else nullcontext():
+            for group in data.groups:
+                inputs = [{k: v.to(self.device) for k, v in batch.items()} for batch, _ in group]
+                labels = [labels.to(self.device) for _, labels in group]
+                pipelined = self.parallel_dims.pp_enabled
+                loss = self.forward_backward_step(
+                    input_dict=inputs if pipelined else inputs[0],
+                    labels=labels if pipelined else labels[0],
+                    global_valid_tokens=data.global_valid_tokens,
+                ).detach()
+                # A CUDA graph's next replay overwrites its output.
+                total = loss.clone() if total is None else total.add_(loss)
+        assert total is not None
+        return total
+
+    def _judge(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> Verdict | None:
+        """What all ranks say, by one reduction that the host waits for; None if neither guard nor preemption is on."""
+        if not self.guard.is_on and not self.config.preemption.enable:
+            return None
+        stop = self.preemption.requested()
+        if not self.guard.is_on:
+            return Verdict(0.0, 0.0, stop=self._vote.sum(stop=stop)[-1] > 0)
+        has_loss = not self.parallel_dims.pp_enabled or self.pp_has_last_stage
+        votes = self._vote.sum(
+            loss=loss if has_loss else None,
+            grad_norm=grad_norm,
+            bad_weights=self.guard.bad_weights(self.model_parts),
+            stop=stop,
+        )
+        return self.guard.judge(votes)
+
+    def _must_stop_validation(self) -> bool:
+        if self.injected:
+            self.injected.in_validation()
+        return self._vote.sum(stop=self.preemption.requested())[-1] > 0
+
+    # ---- faulty steps
+
+    def _handle_fault(self, data: StepData, verdict: Verdict, loss: torch.Tensor) -> None:
+        """Say why, keep what a replay needs, and do what the policy says. The update does not happen."""
+        diagnosis = self._diagnose(data, verdict.faults, float(local_part(loss)), again=self.guard.config.find_cause)
+        folder = Path(self.config.dump_folder) / FAULTS / f"step-{data.step}"
+        if self.guard.total <= self.guard.config.bundles:
+            self._write_bundle(data, folder)
+        self._forget_step()
+        if dist.get_rank() == 0:
+            diagnosis.write(folder)
+            diagnosis.blame(Path(self.config.dump_folder))
+            logger.error(f"{diagnosis.text()} Report: {folder / 'report.json'}")
+        code = HARDWARE if diagnosis.suspects else NUMERICS
+        self.guard.refuse_too_many(diagnosis.text(), code)
+        if self.guard.config.policy == "rollback":
+            self._roll_back(diagnosis.text(), code)
+
+    def _diagnose(self, data: StepData, faults: list[str], loss: float, *, again: bool) -> Diagnosis:
+        """All ranks' findings about a step. A collective call."""
+        samples = [
+            {"sample": sample, **asdict(self.dataloader.locate(sample))}
+            for sample in data.samples  # type: ignore[attr-defined]
+        ]
+        finding = Finding(dist.get_rank(), host_name(), loss, samples=samples)
+        if again:
+            with self._as_before(data):
+                run_twice(self.model_parts, lambda: self._run_again(data), finding)
+        return Diagnosis(data.step, faults, gather(finding), repeated=again)
+
+    @contextmanager
+    def _as_before(self, data: StepData) -> Iterator[None]:
+        """Replays leave nothing behind: token count and random states are those of the run that counts."""
+        tokens: int = self.ntokens_seen
+        graph: Any = self.fwd_bwd_fn
+        state = self._random_state.state_dict()
+        self.fwd_bwd_fn = self._forward_backward_body  # without CUDA graphs, whose modules run no hooks
+        yield
+        self.ntokens_seen, self.fwd_bwd_fn = tokens, graph
+        self._random_state.load_state_dict(state)
+
+    def _run_again(self, data: StepData) -> torch.Tensor:
+        self._forget_step()
+        self._random_state.load_state_dict(data.random_state)
+        return self._forward_backward(data)
+
+    def _forget_step(self) -> None:
+        """Zero gradients and balancing counters, as before the step."""
+        self.optimizers.zero_grad()
+        for _, moe in moe_layers(self.model_parts):
+            moe.tokens_per_expert_E.zero_()
+        for part in self.model_parts:
+            last = getattr(part, "last_router_sums_L2", None)
+            part.start_step()  # type: ignore[operator]
+            if last is not None:
+                part.last_router_sums_L2 = last
+
+    def _compare_replays(self, data: StepData) -> None:
+        """Two more runs of a sound step must agree to the bit on every rank; the last one's gradients are used.
+
+        Raises:
+            FatalFault: they don't; the suspects' hosts are in the bad-node list.
+        """
+        diagnosis = self._diagnose(data, [], 0.0, again=True)
+        if diagnosis.suspects:
+            folder = Path(self.config.dump_folder) / FAULTS / f"step-{data.step}"
+            self._write_bundle(data, folder)
+            if dist.get_rank() == 0:
+                diagnosis.write(folder)
+                diagnosis.blame(Path(self.config.dump_folder))
+            raise FatalFault(diagnosis.text(), HARDWARE)
+
+    def _write_bundle(self, data: StepData, folder: Path) -> None:
+        """Weights, batches and random states of a step. A collective call."""
+        data.save(folder / f"rank_{dist.get_rank()}.pt", dist.get_world_size())
+        dcp.save(ModelWrapper(self.model_parts).state_dict(), checkpoint_id=str(folder / "model"))
+
+    def _roll_back(self, text: str, exit_code: int) -> None:
+        """Load the newest good checkpoint and go on with the data behind the bad step."""
+        position, counters = self.dataloader.state_dict(), self.guard.state_dict()
+        self.checkpointer.maybe_wait_for_saving()
+        if not self.checkpointer.load():
+            raise FatalFault(f"{text} There is no checkpoint to roll back to.", exit_code)
+        self.dataloader.load_state_dict(position)
+        self.guard.load_state_dict(counters)
+        logger.warning(f"Rolled back to step {self.step}; the data goes on behind the bad step.")
+
+    def replay_bundle(self) -> int:
+        """Run the step of ``replay.bundle`` twice and say what was bad; an exit code."""
+        folder = Path(self.config.replay.bundle)
+        data = StepData.load(folder / f"rank_{dist.get_rank()}.pt", dist.get_world_size(), self.device)
+        model = ModelWrapper(self.model_parts)
+        state = model.state_dict()
+        dcp.load(state, checkpoint_id=str(folder / "model"))
+        model.load_state_dict(state)
+        diagnosis = self._diagnose(data, [], 0.0, again=True)
+        if dist.get_rank() == 0:
+            print(diagnosis.text())
+        return HARDWARE if diagnosis.suspects else NUMERICS if diagnosis.origin else 0
+
+    # ---- the run
+
+    def _log(
+        self, data: StepData, loss: torch.Tensor, grad_norm: torch.Tensor, learning_rates: dict[str, float]
+    ) -> None:
+        """Metrics of a step, as torchtitan has them."""
+        mean = largest = loss
+        tokens = torch.tensor(self.ntokens_seen, dtype=torch.int64, device=self.device)
+        mesh = self.parallel_dims.get_optional_mesh("loss")
+        if mesh is not None:
+            largest = loss * data.global_valid_tokens / data.local_valid_tokens.to(self.device)
+        values = (
+            dist_utils.dist_sum(mean, mesh),
+            dist_utils.dist_max(largest, mesh),
+            dist_utils.dist_sum(tokens, mesh),
+        )
+        if not math.isfinite(values[0]):
+            raise FatalFault(f"The loss of step {self.step} is {values[0]}.", NUMERICS)
+        metrics = {"n_tokens_seen": values[2], **learning_rates}
+        if self.guard.is_on:
+            metrics["guard/faulty_steps"] = self.guard.total
+        self.metrics_processor.log(self.step, values[0], values[1], float(grad_norm), extra_metrics=metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torchtitan's, with the guard's counters."""
+        return {**super().state_dict(), "guard": self.guard.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torchtitan's, with the guard's counters."""
+        super().load_state_dict(state_dict)
+        self.guard.load_state_dict(state_dict["guard"])
 
     def train(self) -> None:
         """Train from the newest checkpoint, or from the start, to ``training.steps`` or the end of the data."""
@@ -90,8 +397,23 @@ class MulaTrainer(Trainer):
     def should_continue_training(self) -> bool:
         """Whether steps are left; the first call, right after the checkpoint is loaded, opens the progress line."""
         if self.metrics_processor.total_steps == 0:
+            self._start_checks()
             self.metrics_processor.start(self.step, self.config.training.steps)
         return super().should_continue_training()
+
+    def _start_checks(self) -> None:
+        if self.injected:
+            self.injected.at_start(self.model_parts)
+        loader = self.config.dataloader
+        paths = [loader.dataset_path] if loader.dataset_path else [source.path for source in loader.sources]
+        self.replicas.start(self.config.to_dict(), paths, self.model_parts)
+        self.watchdog.start()
+
+    def close(self) -> None:
+        """As torchtitan's; signals get their former meaning."""
+        self.watchdog.close()
+        self.preemption.close()
+        super().close()
 
     def report(self) -> str:
         """Where the results lie and what to do next, for the user."""

@@ -1,4 +1,4 @@
-"""Apply parallelism to the model: CP -> TP/EP -> activation checkpointing -> block compile -> FSDP2, HSDP or replication."""
+"""Apply parallelism to the model: CP -> TP/EP -> activation checkpointing -> block compile -> FSDP2 or replication."""
 
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims

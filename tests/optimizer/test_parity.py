@@ -1,0 +1,130 @@
+"""so and epso compute what one process with plain AdamW computes: loss, gradients, norm, weights, on every layout."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.ranks import run_on_ranks
+from tests.distributed.test_parity import (
+    AC,
+    ALL_GATHER,
+    BATCH,
+    EP,
+    PER_LAYER,
+    REPLICATE,
+    TOP_1,
+    TP,
+    _assert_close,
+    pipeline,
+)
+from tests.distributed.training import Layout, Result, reference, write_tokens
+from tests.optimizer.runs import ShardedResult, assemble, train_sharded
+
+SO, EPSO = {"optimizer.sharding": "so"}, {"optimizer.sharding": "epso"}
+SMALL = {"optimizer.bucket_mib": 0.02}  # 5000 elements: several parameters in some buckets, one in others
+
+CASES: dict[int, dict[str, dict[str, Any]]] = {
+    1: {
+        "one": {"flags": EPSO},
+        "one_tied": {"flags": EPSO, "model": {"tie_embeddings": True}},
+    },
+    4: {
+        "data4": {"flags": EPSO | SMALL, "xpu_rules": True},
+        "data2_ep2": {"flags": EPSO | SMALL | {EP: 2}},
+        "ep4": {"flags": EPSO | SMALL | {EP: 4}},
+        "so_data4": {"flags": SO | SMALL},
+        "so_data2_ep2": {"flags": SO | SMALL | {EP: 2}, "xpu_rules": True, "model": ALL_GATHER},
+        "so_ep4": {"flags": SO | SMALL | {EP: 4}},
+        "replicate2_ep2": {"flags": EPSO | {REPLICATE: 2, EP: 2}},
+        "so_replicate2_ep2": {"flags": SO | {REPLICATE: 2, EP: 2}},
+        "tp2": {"flags": EPSO | SMALL | {TP: 2}},
+        "tp2_ep2": {"flags": EPSO | SMALL | {TP: 2, EP: 2}},
+        "tp2_ep4": {"flags": EPSO | SMALL | {TP: 2, EP: 4}, "xpu_rules": True, "model": ALL_GATHER},
+        "pp2_ep2": {"flags": EPSO | SMALL | pipeline("1F1B", **{BATCH: 4, EP: 2}), "model": PER_LAYER},
+        "so_interleaved_ep2": {
+            "flags": SO | SMALL | pipeline("Interleaved1F1B", **{BATCH: 4, EP: 2}),
+            "model": PER_LAYER,
+        },
+        # Weight gradients in a pass of their own, without hooks.
+        "zero_bubble_tp2": {"flags": EPSO | pipeline("ZBVZeroBubble", **{BATCH: 8, TP: 2}), "model": PER_LAYER},
+        "tied": {"flags": EPSO | SMALL, "model": {"tie_embeddings": True}},
+        "compile_full_ac_ep2": {"flags": EPSO | SMALL | {EP: 2, AC: "full", "compile.enable": True}},
+        # All tokens on one expert: seven experts have zero gradients, three ranks' experts see no token.
+        "one_expert": {"flags": EPSO | SMALL | {EP: 4}, "model": TOP_1, "constant": True},
+    },
+    8: {
+        "data4_ep2": {"flags": EPSO | SMALL | {EP: 2, BATCH: 1}, "reference_micro_batch": 1},
+        "data2_ep4": {"flags": EPSO | SMALL | {REPLICATE: 2, EP: 4, BATCH: 1}, "reference_micro_batch": 1},
+        "pp2_tp2_ep4": {"flags": EPSO | pipeline("1F1B", **{BATCH: 4, TP: 2, EP: 4}), "model": PER_LAYER},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def layout(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("tokens")
+    data = {constant: write_tokens(folder, constant=constant) for constant in (False, True)}
+
+    def of_case(case: dict[str, Any]) -> Layout:
+        fields = {key: value for key, value in case.items() if key != "constant"}
+        return Layout(data=data[case.get("constant", False)], **fields)
+
+    return of_case
+
+
+@pytest.fixture(scope="module")
+def results(layout: Any, tmp_path_factory: pytest.TempPathFactory):
+    @cache
+    def of_world(world: int) -> dict[str, list[ShardedResult | str]]:
+        cases = [(name, layout(case)) for name, case in CASES[world].items()]
+        return run_on_ranks(world, train_sharded, cases, tmp_path_factory.mktemp(f"world{world}"))
+
+    return of_world
+
+
+@pytest.fixture(scope="module")
+def expected(layout: Any):
+    known: dict[str, Result] = {}
+
+    def of_case(case: dict[str, Any]) -> Result:
+        model = {key: value for key, value in case.items() if key not in ("flags", "xpu_rules")}
+        key = repr({**model, "model": {k: v for k, v in model.get("model", {}).items() if k != "expert_dispatch"}})
+        if key not in known:
+            known[key] = reference(layout(model))
+        return known[key]
+
+    return of_case
+
+
+@pytest.mark.parametrize(("world", "name"), [(world, name) for world, cases in CASES.items() for name in cases])
+def test_equals_one_process(world: int, name: str, results: Any, expected: Any) -> None:
+    ranks = results(world)[name]
+    for rank, result in enumerate(ranks):
+        assert not isinstance(result, str), f"rank {rank} of {name}:\n{result}"
+    want: Result = expected(CASES[world][name])
+    shapes = {n: w.shape for n, w in want.weights.items()}
+
+    for result in ranks:
+        if result.losses[0] > 0:  # pipeline ranks without the last stage report -1
+            assert result.losses == pytest.approx(want.losses, rel=2e-6)
+        assert result.grad_norms == pytest.approx(want.grad_norms, rel=1e-5)
+    assert len({tuple(result.grad_norms) for result in ranks}) == 1
+    _assert_close(assemble([r.gradients for r in ranks], shapes), want.gradients, 1e-5, "gradient of")
+    masters = assemble([r.masters for r in ranks], shapes)
+    _assert_close(masters, want.weights, 1e-4, "weight")
+    # What the forward sees is what the masters are, on every rank.
+    for result in ranks:
+        assert result.parameters
+        for parameter, value in result.parameters.items():
+            assert torch.equal(value, masters[parameter]), parameter
+
+
+def test_sums_begin_before_the_backward_ends(results: Any) -> None:
+    for name in ("data4", "data2_ep2", "tp2_ep4", "pp2_ep2"):
+        for result in results(4)[name]:
+            assert result.num_buckets > 5, name
+            first, *later = result.early
+            assert first == 0  # the number of gradients a step isn't known yet
+            assert later == [result.num_buckets] * 2, name
