@@ -5,14 +5,16 @@ row tile belongs to one expert (see `plan.Plan`). Weight-gradient GEMMs contract
 them accumulate in fp32, add in a fixed order and write every element of every segment, padding included: rows of
 padding slots are zero because the gathered input rows of padding slots are.
 
-Programs are persistent where the config says so: program p takes tiles p, p + programs, ... so that the loads of the
-next tile overlap the epilogue of this one.
+Programs are persistent where the number of cores is known: program p takes tiles p, p + programs, ... so that the loads
+of the next tile can overlap the epilogue of this one.
 
 Shape suffixes: T tokens, K picks per token, D model width, F expert width, E local experts, R slots, M row tiles,
 N column tiles.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -248,7 +250,7 @@ def _gate_up_kernel(
         gate = tl.zeros((BM, BN), tl.float32)
         up = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, D, BK):
-            if GATHER:  # noqa: SIM108 (triton takes no conditional expression here)
+            if GATHER:  # noqa: SIM108
                 a = _gather_rows(x_ptr, picks, k, K, D, BK)
             else:
                 a = _load_rows(x, m * BM, k, D, D, BM, BK, DESC)
@@ -350,7 +352,7 @@ def _down_backward_kernel(
             picks = tl.load(pick_of_slot_ptr + m * BM + tl.arange(0, BM))
         acc = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, D, BK):
-            if GATHER:  # noqa: SIM108
+            if GATHER:
                 a = _gather_rows(dout_ptr, picks, k, K, D, BK)
             else:
                 a = _load_rows(dout, m * BM, k, D, D, BM, BK, DESC)
@@ -484,11 +486,9 @@ def _weight_grad_kernel(
             _store_weight(out1, e, col_a, out_col + n * BN + BN // 2, right, A_COLS, OUT_COLS, BM, BN // 2, STORE_DESC)
 
 
-def _descriptors_fit(config: GemmConfig, *tensors: torch.Tensor) -> bool:
+def _descriptors_fit(*tensors: torch.Tensor) -> bool:
     """Tensor descriptors need 16-byte aligned bases and rows."""
-    return config.descriptors and all(
-        t.shape[-1] * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in tensors
-    )
+    return all(t.shape[-1] * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in tensors)
 
 
 def _precision(tensor: torch.Tensor) -> str:
@@ -496,18 +496,17 @@ def _precision(tensor: torch.Tensor) -> str:
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 and tensor.is_cuda else "ieee"
 
 
-def _grid(config: GemmConfig, device: torch.device, max_tiles: int) -> tuple[int]:
-    programs = num_programs(device) if config.persistent else 0
-    return (min(programs, max_tiles) if programs else max_tiles,)
+def _grid(device: torch.device, max_tiles: int) -> tuple[int]:
+    return (min(num_programs(device) or max_tiles, max_tiles),)
 
 
-def _launch_options(config: GemmConfig, *tensors: torch.Tensor) -> dict:
+def _launch_options(config: GemmConfig, *tensors: torch.Tensor) -> dict[str, Any]:
     return {
         "BM": config.block_m,
         "BN": config.block_n,
         "BK": config.block_k,
         "GROUP_M": config.group_m,
-        "DESC": (fits := _descriptors_fit(config, *tensors)),
+        "DESC": (fits := _descriptors_fit(*tensors)),
         "STORE_DESC": fits and config.descriptor_stores,
         "FLATTEN": config.flatten,
         "PRECISION": _precision(tensors[0]),
@@ -533,7 +532,7 @@ def gate_up(
     tiles = plan.expert_of_tile_M.shape[0] * triton.cdiv(F, config.block_n)
     launch(
         _gate_up_kernel,
-        _grid(config, x_TD.device, tiles),
+        _grid(x_TD.device, tiles),
         x_TD,
         plan.pick_of_slot_R,
         plan.expert_of_tile_M,
@@ -565,7 +564,7 @@ def down(
     tiles = plan.expert_of_tile_M.shape[0] * triton.cdiv(D, config.block_n)
     launch(
         _down_kernel,
-        _grid(config, h_RF.device, tiles),
+        _grid(h_RF.device, tiles),
         h_RF,
         plan.pick_of_slot_R,
         plan.expert_of_tile_M,
@@ -591,7 +590,7 @@ def down_backward(dout: torch.Tensor, w2_EDF: torch.Tensor, plan: Plan, config: 
     tiles = plan.expert_of_tile_M.shape[0] * triton.cdiv(F, config.block_n)
     launch(
         _down_backward_kernel,
-        _grid(config, dout.device, tiles),
+        _grid(dout.device, tiles),
         dout,
         plan.pick_of_slot_R,
         plan.expert_of_tile_M,
@@ -624,7 +623,7 @@ def gate_up_backward(
     tiles = plan.expert_of_tile_M.shape[0] * triton.cdiv(D, config.block_n)
     launch(
         _gate_up_backward_kernel,
-        _grid(config, dx.device, tiles),
+        _grid(dx.device, tiles),
         dgate_up_R2F,
         plan.pick_of_slot_R,
         plan.expert_of_tile_M,
@@ -661,7 +660,7 @@ def gate_up_weight_grad(
     tiles = 2 * E * triton.cdiv(F, config.block_m) * triton.cdiv(width, config.block_n)
     launch(
         _weight_grad_kernel,
-        _grid(config, x.device, tiles),
+        _grid(x.device, tiles),
         dgate_up_R2F,
         x,
         plan.pick_of_slot_R,
@@ -692,7 +691,7 @@ def down_weight_grad(
     tiles = E * triton.cdiv(D, config.block_m) * triton.cdiv(F, config.block_n)
     launch(
         _weight_grad_kernel,
-        _grid(config, dout_TD.device, tiles),
+        _grid(dout_TD.device, tiles),
         dout_TD,
         weighted_h_RF,
         plan.pick_of_slot_R,

@@ -111,14 +111,16 @@ def build_plan(ids_TK: torch.Tensor, num_experts: int, row_tile: int, max_rows: 
     block = max(16, min(512, 16384 // experts_padded))
     num_blocks = triton.cdiv(num_picks, block)
 
-    int32 = {"dtype": torch.int32, "device": device}
-    counts_EB = torch.empty(num_experts, num_blocks, **int32)
-    totals_E = torch.empty(num_experts, **int32)
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    counts_EB = empty(num_experts, num_blocks)
+    totals_E = empty(num_experts)
     plan = Plan(
-        slot_of_pick_TK=torch.empty(ids_TK.shape, **int32),
-        pick_of_slot_R=torch.empty(R, **int32),
-        segment_E1=torch.empty(num_experts + 1, **int32),
-        expert_of_tile_M=torch.empty(R // row_tile, **int32),
+        slot_of_pick_TK=empty(*ids_TK.shape),
+        pick_of_slot_R=empty(R),
+        segment_E1=empty(num_experts + 1),
+        expert_of_tile_M=empty(R // row_tile),
     )
     launch(
         _count_kernel,

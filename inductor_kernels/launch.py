@@ -34,7 +34,8 @@ def launch(
     if names is None:
         names = _constant_names[kernel] = kernel.arg_names[len(args) :]
     values = [constants[name] for name in names]
-    key = (kernel, args[0].device, num_warps, num_stages, *values, *map(_trait, args))
+    device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
+    key = (kernel, device, num_warps, num_stages, *values, *map(_trait, args))
     compiled = _compiled.get(key)
     if compiled is None:
         _compiled[key] = kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)

@@ -137,7 +137,7 @@ def _moe_experts_backward(
     pick_of_slot_R: torch.Tensor,
     segment_E1: torch.Tensor,
     expert_of_tile_M: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     plan = Plan(slot_of_pick_TK, pick_of_slot_R, segment_E1, expert_of_tile_M)
     return _gradients(dout_TD, x_TD, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF, gate_up_R2F, plan, overwrite=False)
 
@@ -176,15 +176,15 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, dout_TD, *_):
     if dout_TD is None:
         return (None,) * 8
-    *inputs, gate_up_R2F, slot_of_pick_TK, pick_of_slot_R, segment_E1, expert_of_tile_M = ctx.saved_tensors
-    plan = Plan(slot_of_pick_TK, pick_of_slot_R, segment_E1, expert_of_tile_M)
+    x_TD, weights_TK, w1_EFD, w3_EFD, w2_EDF, gate_up_R2F, *saved_plan = ctx.saved_tensors
+    inputs = (dout_TD, x_TD, weights_TK, w1_EFD, w3_EFD, w2_EDF, gate_up_R2F)
     if type(gate_up_R2F) is torch.Tensor:
         # Not traced: reuse the memory of the saved pre-activations. A second backward through the same graph then
         # raises torch's "modified by an inplace operation" instead of reading what is no longer there.
-        grads = _gradients(dout_TD, *inputs, gate_up_R2F, plan, overwrite=True)
+        grads = _gradients(*inputs, Plan(*saved_plan), overwrite=True)
         torch.autograd.graph.increment_version(gate_up_R2F)
     else:
-        grads = torch.ops.inductor_kernels.moe_experts_backward(dout_TD, *inputs, gate_up_R2F, *plan)
+        grads = torch.ops.inductor_kernels.moe_experts_backward(*inputs, *saved_plan)
     dx_TD, dweights_TK, dw1_EFD, dw3_EFD, dw2_EDF = grads
     return dx_TD, None, dweights_TK, dw1_EFD, dw3_EFD, dw2_EDF, None, None
 

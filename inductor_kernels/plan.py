@@ -31,4 +31,4 @@ def num_slots(num_picks: int, num_experts: int, row_tile: int, max_rows: int) ->
         max_rows: upper bound on the picks of local experts that the caller knows, or -1 for none.
     """
     rows = num_picks if max_rows < 0 else torch.sym_min(num_picks, max_rows)
-    return (rows + num_experts * (row_tile - 1)) // row_tile * row_tile
+    return (rows + num_experts * (row_tile - 1)) // row_tile * row_tile  # type: ignore[return-value]  # int, or traced

@@ -11,6 +11,7 @@ Shape suffixes: T tokens, K picks per token, D model width, F expert width, E ex
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import statistics
@@ -83,7 +84,7 @@ def fastest(run: Callable[[GemmConfig], object], configs: list[GemmConfig]) -> t
     best: tuple[GemmConfig, float] | None = None
     for config in configs:
         try:
-            ms = device_ms(lambda config=config: run(config))
+            ms = device_ms(functools.partial(run, config))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -104,9 +105,10 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
     args = parser.parse_args()
-    if not torch.accelerator.is_available():
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
         raise SystemExit("tuning needs a GPU: none is visible to torch")
-    device = torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())
+    device = torch.device(accelerator.type, torch.accelerator.current_device_index())
     dtype = getattr(torch, args.dtype)
     layer.provide_scratch()
     current = layer_config(device, dtype, args.dim, args.hidden)

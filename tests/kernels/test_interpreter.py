@@ -1,4 +1,4 @@
-"""Without a GPU: test_triton_kernels.py under Triton's interpreter, in a process that sets it before triton's import."""
+"""Without a GPU: test_triton_kernels.py under Triton's interpreter, set before triton is imported."""
 
 from __future__ import annotations
 

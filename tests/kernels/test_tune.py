@@ -1,4 +1,4 @@
-"""The cached choice of tile sizes: kept per device kind and expert size, read back, never made from failing candidates."""
+"""The kept choice of tile sizes: per device kind and expert size, read back, never a candidate that fails."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@
   itself, without dispatch, permuted copy or scatter; behind an all-to-all it is dispatch, experts, combine as usual.
 
 The overrides :func:`kernel_grouped_experts` and :func:`kernel_routed_experts` put them into any torchtitan MoE.
-Parameter names, shapes and sharding are those of the stock modules, so checkpoints are interchangeable. Unlike the stock
-modules these compute in the dtype of the parameters: fp32 parameters give fp32 results.
+Parameter names, shapes and sharding are those of the stock modules, so checkpoints are interchangeable. Unlike the
+stock modules these compute in the dtype of the parameters: fp32 parameters give fp32 results.
 
 Shape suffixes: B = batch, L = sequence length, D = width, F = expert width, E = experts, K = experts per token,
 T = B*L tokens, R = routed rows.
