@@ -1,5 +1,10 @@
 """The public surface: keys appear and vanish on purpose only, and the documentation has them all."""
 
+import re
+from pathlib import Path
+
+import pytest
+
 from tests.config.cases import ROOT
 from tests.config.test_overlay import document_config
 
@@ -22,3 +27,12 @@ def test_every_key_is_described() -> None:
 def test_documentation_is_up_to_date() -> None:
     text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert document_config.page(text) == text, "run `python scripts/document_config.py`"
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name
+)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!http)([^)#]+)", page.read_text(encoding="utf-8"))
+    gone = [link for link in links if not (page.parent / link).exists()]
+    assert not gone

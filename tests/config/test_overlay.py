@@ -125,7 +125,7 @@ def changed(key: Any) -> Any:
     if typing.get_origin(hint) is Literal:
         return next((option for option in typing.get_args(hint) if option != key.default), key.default)
     if typing.get_origin(hint) is list:
-        return ["something", "else"]
+        return [7, 9] if typing.get_args(hint) == (int,) else ["something", "else"]
     return {bool: lambda old: not old, int: lambda old: (old or 1) + 5, float: lambda old: (old or 0) + 0.25}.get(
         hint, lambda old: f"{old or ''}x"
     )(key.default)

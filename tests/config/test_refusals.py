@@ -114,6 +114,7 @@ RANGES = {
     "at least 0": [
         "lr_scheduler.warmup_steps = -1",
         "optimizer.weight_decay = -0.1",
+        "optimizer.clip_after_step = -1",
         "optimizer.weight_decay = nan",
         "debug.seed = -1",
         "comm.trace_buf_size = -1",
@@ -124,6 +125,7 @@ RANGES = {
         "optimizer.lr = 0.0",
         "optimizer.lr = nan",
         "optimizer.eps = 0.0",
+        "optimizer.bucket_mib = 0.0",
         "model.norm_eps = 0.0",
         "model.init_std = -1.0",
         "model.rope_theta = 0.0",
@@ -158,6 +160,8 @@ CLASSES = [
     ("checkpoint.interval = 0", "[checkpoint]: Checkpoint interval needs to be at least 1"),
     ("checkpoint.keep_latest_k = 1", "[checkpoint]: We need to maintain at least 2"),
     ("checkpoint.keep_latest_k = -1", "[checkpoint]: keep_latest_k cannot be negative"),
+    ("checkpoint.max_failed_saves = 0", "[checkpoint]: max_failed_saves = 0 must be at least 1"),
+    ("checkpoint.model_only.interval = -1", "[checkpoint.model_only]: interval = -1 must be at least 0"),
     ("checkpoint.exclude_from_loading = ['model']", "[checkpoint]: model key shouldn't be"),
     ("validator.steps = 0", "[validator]: validation steps must be positive or -1"),
     ("dataloader.seed = -1", "[dataloader]: seed = -1 must be at least 0"),
@@ -252,6 +256,25 @@ FITS = [
         ["model.tie_embeddings = True", "different ranks; set false"],
     ),
     (
+        "zero bubble with experts",
+        "model.load_balance_loss = 0.0\n[parallelism]\npipeline_parallel_degree = 2\n"
+        "pipeline_parallel_schedule = 'ZBVZeroBubble'",
+        2,
+        ["parallelism.pipeline_parallel_schedule = 'ZBVZeroBubble'", "use '1F1B'"],
+    ),
+    (
+        "micro-batches of a pipeline",
+        "model.load_balance_loss = 0.0\ntraining.local_batch_size = 1\nparallelism.pipeline_parallel_degree = 2",
+        2,
+        ["training.local_batch_size = 1"],
+    ),
+    (
+        "bias in a Hugging Face checkpoint",
+        "model.expert_bias_rate = 0.1\ncheckpoint = {last_save_in_hf = true, last_save_model_only = true}",
+        1,
+        ["checkpoint.last_save_in_hf = True", "mula-titan export"],
+    ),
+    (
         "backend",
         "parallelism.spmd_backend = 'spmd_types'",
         1,
@@ -269,6 +292,11 @@ def test_values_that_do_not_fit_each_other(place: Place, text: str, ranks: int, 
     if text.startswith("model = {"):
         text = text.replace("model = {", "model = {flavor = 'mula_debug', ")
     assert_in_order(place.refusal(text, ranks=ranks), words)
+
+
+def test_the_last_word_is_blamed(place: Place) -> None:
+    assert place.refusal("training.steps = 5", "--training.steps=0").startswith("command line: training.steps = 0: ")
+    assert place.refusal("training.steps = 0", "--training.seq_len=64").startswith("run.toml: training.steps = 0: ")
 
 
 def test_dense_model_has_no_experts(place: Place) -> None:

@@ -36,13 +36,14 @@ def test_example_trains_with_torchtitan(tmp_path: Path, monkeypatch: pytest.Monk
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    path = os.pathsep.join([str(HERE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     run = subprocess.run(
         [
             *(sys.executable, "-m", "torchtitan.train", "--module", "example_project", "--config", "tiny"),
             *("--hf_assets_path", str(ROOT / "assets/tokenizer"), "--dataloader.dataset_path", str(data)),
             *("--dump_folder", str(tmp_path / "out"), "--metrics.log_freq", "1", "--metrics.disable_color_printing"),
         ],
-        env={**os.environ, **rank, "PYTHONPATH": str(HERE), "MULA_TITAN_DEVICE": "cpu", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **rank, "PYTHONPATH": path, "MULA_TITAN_DEVICE": "cpu", "OMP_NUM_THREADS": "1"},
         cwd=tmp_path,
         capture_output=True,
         text=True,
