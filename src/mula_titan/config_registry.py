@@ -5,10 +5,10 @@ Used by ``mula-titan train FILE.toml``, and by torchtitan itself: ``--module mul
 
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer
-from torchtitan.components.validate import Validator
 from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 
 from mula_titan.components.activation_checkpoint import FullAC
+from mula_titan.components.validation import MulaValidator
 from mula_titan.data.loader import TokenDataLoader
 from mula_titan.model.args import make_args
 from mula_titan.trainer import MulaTrainer
@@ -23,7 +23,7 @@ def _run(flavor: str, **sections) -> MulaTrainer.Config:
         # spmd_types, torchtitan's default, fails on gloo with expert parallelism.
         "parallelism": ParallelismConfig(spmd_backend="partial_dtensor"),
         "lr_scheduler": LRSchedulersContainer.Config(warmup_steps=2500, decay_type="cosine", min_lr_factor=0.1),
-        "validator": Validator.Config(
+        "validator": MulaValidator.Config(
             dataloader=TokenDataLoader.Config(shuffle=False, infinite=False, drop_last=False)
         ),
         "activation_checkpoint": None,

@@ -9,6 +9,9 @@ STORAGE = 74
 REQUEUE = 75
 """Preempted or out of walltime, and saved: submit the job again."""
 
+HARDWARE = 73
+"""A replay differed on a host, which is now in bad_nodes.txt: start again without it."""
+
 HANG = 76
 """A step, save or validation took longer than its limit."""
 

@@ -8,12 +8,10 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.observability import structured_logger
 
+from mula_titan.exit_codes import CONFIG, FatalFault
 from mula_titan.runtime.logs import set_up_logging
 from mula_titan.toml_config import ConfigError, load_config
 from mula_titan.validate import validate
-
-EXIT_CONFIG = 2
-"""Exit code for a configuration that cannot work."""
 
 
 @record
@@ -32,19 +30,30 @@ def main(argv: list[str] | None = None) -> None:
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"mula-titan: {error}", file=sys.stderr)
-        sys.exit(EXIT_CONFIG)
+        sys.exit(CONFIG)
 
     structured_logger.init_structured_logger(
         source="training", output_dir=config.dump_folder, enable=config.debug.enable_structured_logging
     )
     trainer = None
+    code = 0
     try:
         trainer = config.build()
-        trainer.train()
+        if config.replay.bundle:
+            code = trainer.replay_bundle()
+        else:
+            trainer.train()
+    except FatalFault as fault:
+        # All ranks raise it alike.
+        code = fault.exit_code
+        if dist.get_rank() == 0:
+            print(f"mula-titan: {fault}", file=sys.stderr)
     finally:
         if trainer is not None:
             trainer.close()
-    if dist.get_rank() == 0:
+    if code:
+        sys.exit(code)
+    if dist.get_rank() == 0 and trainer is not None and not config.replay.bundle:
         print(trainer.report())
     dist.destroy_process_group()
 

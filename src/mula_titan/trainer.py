@@ -112,6 +112,8 @@ class MulaTrainer(Trainer):
     checkpointer: MulaCheckpointManager
     optimizers: AdamWContainer
     validator: MulaValidator
+    ntokens_seen: int
+    fwd_bwd_fn: Any
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -287,12 +289,12 @@ class MulaTrainer(Trainer):
     @contextmanager
     def _as_before(self, data: StepData) -> Iterator[None]:
         """Replays leave nothing behind: token count and random states are those of the run that counts."""
-        tokens: int = self.ntokens_seen
-        graph: Any = self.fwd_bwd_fn
+        tokens, forward_backward = self.ntokens_seen, self.fwd_bwd_fn
         state = self._random_state.state_dict()
         self.fwd_bwd_fn = self._forward_backward_body  # without CUDA graphs, whose modules run no hooks
         yield
-        self.ntokens_seen, self.fwd_bwd_fn = tokens, graph
+        self.ntokens_seen = tokens
+        self.fwd_bwd_fn = forward_backward
         self._random_state.load_state_dict(state)
 
     def _run_again(self, data: StepData) -> torch.Tensor:
@@ -406,7 +408,9 @@ class MulaTrainer(Trainer):
             self.injected.at_start(self.model_parts)
         loader = self.config.dataloader
         paths = [loader.dataset_path] if loader.dataset_path else [source.path for source in loader.sources]
-        self.replicas.start(self.config.to_dict(), paths, self.model_parts)
+        # model_spec holds functions, whose addresses differ; it follows from [model].
+        values = {key: value for key, value in self.config.to_dict().items() if key != "model_spec"}
+        self.replicas.start(values, paths, self.model_parts)
         self.watchdog.start()
 
     def close(self) -> None:

@@ -81,9 +81,9 @@ def test_nothing_good_left_is_refused_rather_than_started_over(tmp_path: Path) -
     _saved(tmp_path, 2)
     for step in (1, 2):
         _flip_bit(tmp_path / "checkpoint" / f"step-{step}" / "__0_0.distcp")
-    with pytest.raises(ValueError, match=r"no checkpoint in .* can be resumed from \(step-2: .*\| step-1: .*move the"):
+    with pytest.raises(FatalFault, match=r"No checkpoint in .* can be resumed from \(step-2: .*\| step-1: .*move the"):
         SmallRun(tmp_path).checkpointer.load()
-    with pytest.raises(ValueError, match=r"load_step = 2: .*step-2 is damaged: __0_0"):
+    with pytest.raises(FatalFault, match=r"load_step = 2: .*step-2 is damaged: __0_0"):
         SmallRun(tmp_path).checkpointer.load(2)
 
 
@@ -319,7 +319,7 @@ def test_weights_that_the_model_lacks_are_refused(tmp_path: Path) -> None:
     run.train()
     run.checkpointer.save(1)
     run.close()
-    with pytest.raises(ValueError, match=r"step-1 holds weights that this model hasn't: extra"):
+    with pytest.raises(FatalFault, match=r"step-1 holds weights that this model hasn't: extra"):
         SmallRun(tmp_path).checkpointer.load()
 
 

@@ -40,7 +40,8 @@ from mula_titan.components.manifest import (
 )
 from mula_titan.components.random_state import RNG, RandomState
 from mula_titan.components.rank_zero import on_rank_zero
-from mula_titan.exit_codes import STORAGE, FatalFault
+from mula_titan.components.watchdog import phase
+from mula_titan.exit_codes import CONFIG, STORAGE, FatalFault
 from mula_titan.hf.checkpoint_info import write_checkpoint_info
 from mula_titan.hf.description import write_description
 
@@ -138,6 +139,10 @@ class MulaCheckpointManager(CheckpointManager):
             raise FatalFault(f"The checkpoint of step {step} could not be saved; see above.", STORAGE)
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        with phase("save"):
+            return self._try_to_save(curr_step, last_step)
+
+    def _try_to_save(self, curr_step: int, last_step: bool) -> bool:
         # Every failure below reaches all ranks: DCP gathers those of its steps, on_rank_zero those of the others.
         try:
             if not self.load_only and self.config.model_only.is_due(curr_step):
@@ -257,9 +262,10 @@ class MulaCheckpointManager(CheckpointManager):
     def _load(self, step: int = -1) -> bool:
         on_rank_zero(lambda: remove_leftovers(Path(self.folder)))
         if step != -1 and (problems := self._problems(Path(self._create_checkpoint_id(step)))):
-            raise ValueError(
+            raise FatalFault(
                 f"checkpoint.load_step = {step}: {self._create_checkpoint_id(step)} is damaged: {'; '.join(problems)}. "
-                "Set -1 for the newest good checkpoint."
+                "Set -1 for the newest good checkpoint.",
+                STORAGE,
             )
         return super()._load(step)
 
@@ -267,7 +273,7 @@ class MulaCheckpointManager(CheckpointManager):
         """Step of the newest checkpoint that is complete, undamaged and full; -1 if there are none. A collective call.
 
         Raises:
-            ValueError: there are checkpoints, but none to resume from.
+            FatalFault: there are checkpoints, but none to resume from.
         """
         root = Path(folder or self.folder)
         refused = []
@@ -279,9 +285,10 @@ class MulaCheckpointManager(CheckpointManager):
             if dist.get_rank() == 0:
                 logger.warning(f"Not resuming from {path}: {'; '.join(problems)}. Trying the next older one.")
         if refused:
-            raise ValueError(
-                f"no checkpoint in {root} can be resumed from ({' | '.join(refused)}). To start over, move the folder "
-                "away; to go on with a model's weights alone, name it in checkpoint.initial_load_path."
+            raise FatalFault(
+                f"No checkpoint in {root} can be resumed from ({' | '.join(refused)}). To start over, move the folder "
+                "away; to go on with a model's weights alone, name it in checkpoint.initial_load_path.",
+                STORAGE,
             )
         return -1
 
@@ -307,7 +314,7 @@ class MulaCheckpointManager(CheckpointManager):
         """Load as torchtitan does; ranks without a saved random state keep their own.
 
         Raises:
-            ValueError: the checkpoint has model weights that this model lacks.
+            FatalFault: the checkpoint has model weights that this model lacks.
         """
         if not from_hf:
             self._refuse_foreign_weights(checkpoint_id)
@@ -333,9 +340,10 @@ class MulaCheckpointManager(CheckpointManager):
             dist.all_reduce(known)
         unknown = [name for name, count in zip(names, known.tolist(), strict=True) if not count]
         if unknown:
-            raise ValueError(
+            raise FatalFault(
                 f"{checkpoint_id} holds weights that this model hasn't: {', '.join(unknown[:5])}"
-                f"{' ...' if len(unknown) > 5 else ''}. Set [model] as it was when they were saved."
+                f"{' ...' if len(unknown) > 5 else ''}. Set [model] as it was when they were saved.",
+                CONFIG,
             )
 
     # ---- retention
