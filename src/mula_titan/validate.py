@@ -93,7 +93,13 @@ def validate(config: MulaTrainer.Config, values: Values, world_size: int) -> Non
         )
     problems = [*_ranges(config), *_ignored(config, values)]
     if not problems:  # the sums below would trip over values out of range
-        problems = [*_degrees(config, world_size), *_model_fits(config), *_batches(config, world_size), *_paths(config)]
+        problems = [
+            *_degrees(config, world_size),
+            *_model_fits(config),
+            *_optimizer_fits(config, values),
+            *_batches(config, world_size),
+            *_paths(config),
+        ]
     if problems:
         raise ConfigError(
             "\n".join(f"{values.origin(key)}: {key} = {_get(config, key)!r}: {text}" for key, text in problems)
@@ -243,6 +249,29 @@ def _model_fits(config: MulaTrainer.Config) -> Iterator[Problem]:
         )
     if model.tie_embeddings and p.pipeline_parallel_degree > 1:
         yield "model.tie_embeddings", "pipeline parallelism puts embedding and head on different ranks; set false"
+
+
+def _optimizer_fits(config: MulaTrainer.Config, values: Values) -> Iterator[Problem]:
+    sharding = getattr(config.optimizer, "sharding", "fsdp")
+    if sharding == "fsdp":
+        for name in ("grad_dtype", "bucket_mib", "offload_states", "clip_after_step"):
+            if values.origin(f"optimizer.{name}") != "defaults":
+                yield f"optimizer.{name}", "has no effect with optimizer.sharding = 'fsdp'; leave it out, or set 'epso'"
+        return
+    no = f"doesn't go with optimizer.sharding = {sharding!r}; "
+    if config.training.enable_cpu_offload:
+        yield "training.enable_cpu_offload", no + "set false and optimizer.offload_states = true"
+    if not config.training.disable_cuda_graphs:
+        yield "training.disable_cuda_graphs", no + "set true"
+    if config.optimizer.implementation == "fused_opt_states_bf16":
+        yield "optimizer.implementation", no + "set 'fused': moments are float32, split over the ranks"
+    for name in ("last_save_in_hf", "initial_load_in_hf"):
+        if getattr(config.checkpoint, name):
+            command = "export" if name == "last_save_in_hf" else "import"
+            yield f"checkpoint.{name}", no + f"set false and use `mula-titan {command}`"
+    p = config.parallelism
+    if sharding == "so" and p.tensor_parallel_degree > 1 and p.expert_parallel_degree > 1:
+        yield "optimizer.sharding", "has no owners for tensor-parallel weights beside expert ranks; use 'epso'"
 
 
 def _batches(config: MulaTrainer.Config, world_size: int) -> Iterator[Problem]:

@@ -1,8 +1,8 @@
 """Training under so and epso with the program's own trainer; what each rank owns comes back in pieces."""
 
-import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,8 +29,6 @@ class ShardedResult:
     moments: dict[str, Pieces] = field(default_factory=dict)
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     """This rank's parameters in full, as the forward sees them; gathered over EP and TP."""
-    collectives: list[int] = field(default_factory=list)
-    """Collectives of the optimizer in each step."""
     num_buckets: int = 0
     early: list[int] = field(default_factory=list)
     """Buckets whose sum had begun before the end of the backward, in each step."""
@@ -38,7 +36,7 @@ class ShardedResult:
 
 def pieces(piece: FlatSlice) -> Pieces:
     """Copies of the boxes."""
-    return [(tuple(c.offsets), s.clone()) for c, s in zip(piece._chunks, piece._shards, strict=True)]
+    return [(tuple(chunk.offsets), view.clone()) for chunk, view in piece.pieces()]
 
 
 def assemble(ranks: list[dict[str, Pieces]], shapes: dict[str, torch.Size]) -> dict[str, torch.Tensor]:
@@ -71,17 +69,33 @@ def parameters(trainer: Any) -> dict[str, torch.Tensor]:
     return {n: _full(p) for n, p in named if not n.startswith("grad_norm")}
 
 
+def load_state(layout: Layout) -> dict[str, Pieces]:
+    """Load the newest checkpoint of the layout's folder under any sharding; this rank's model and optimizer state."""
+    assert layout.dump_folder is not None
+    trainer = _trainer(layout, layout.dump_folder)
+    assert trainer.checkpointer.load()
+    state = {key: value for part in trainer.model_parts for key, value in part.state_dict().items()}
+    state |= trainer.optimizers.state_dict()
+    if layout.flags["optimizer.sharding"] != "fsdp":
+        for name, value in parameters(trainer).items():
+            state[f"parameter.{name}"] = value
+    trainer.close()
+    return {
+        key: pieces(value) if isinstance(value, FlatSlice) else [((0,) * value.ndim, _full(value))]
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
 def train_sharded(layout: Layout) -> ShardedResult:
     """Three steps on the ranks of the current process group."""
     torch._dynamo.reset()
     result = ShardedResult()
-    rules = XpuRules()
     with (
-        tempfile.TemporaryDirectory() as folder,
         mock.patch("torchtitan.trainer.time.sleep"),
-        rules if layout.xpu_rules else nullcontext(),
+        XpuRules() if layout.xpu_rules else nullcontext(),
     ):
-        trainer = _trainer(layout, layout.dump_folder or folder)
+        trainer = _trainer(layout, layout.dump_folder or str(Path(layout.data).parent / "run"))
         optimizer = sharded_optimizer(trainer)
         result.num_buckets = len(optimizer.buckets)
         finish = optimizer.finish_backward

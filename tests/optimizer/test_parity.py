@@ -11,6 +11,7 @@ from tests.distributed.test_parity import (
     AC,
     ALL_GATHER,
     BATCH,
+    DENSE,
     EP,
     PER_LAYER,
     REPLICATE,
@@ -48,7 +49,11 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
             "model": PER_LAYER,
         },
         # Weight gradients in a pass of their own, without hooks.
-        "zero_bubble_tp2": {"flags": EPSO | pipeline("ZBVZeroBubble", **{BATCH: 8, TP: 2}), "model": PER_LAYER},
+        "zero_bubble_dense": {
+            "flags": EPSO | pipeline("ZBVZeroBubble", **{BATCH: 4}),
+            "flavor": "mula_debug_dense",
+            "model": DENSE,
+        },
         "tied": {"flags": EPSO | SMALL, "model": {"tie_embeddings": True}},
         "compile_full_ac_ep2": {"flags": EPSO | SMALL | {EP: 2, AC: "full", "compile.enable": True}},
         # All tokens on one expert: seven experts have zero gradients, three ranks' experts see no token.
@@ -113,7 +118,10 @@ def test_equals_one_process(world: int, name: str, results: Any, expected: Any) 
     assert len({tuple(result.grad_norms) for result in ranks}) == 1
     _assert_close(assemble([r.gradients for r in ranks], shapes), want.gradients, 1e-5, "gradient of")
     masters = assemble([r.masters for r in ranks], shapes)
-    _assert_close(masters, want.weights, 1e-4, "weight")
+    # Adam makes whole steps of the rounding of a gradient that vanishes.
+    felt = {n for n, g in want.gradients.items() if float(g.norm()) > 1e-6 * want.grad_norms[0]}
+    assert len(felt) > len(shapes) / 2
+    _assert_close({n: w for n, w in masters.items() if n in felt}, want.weights, 1e-4, "weight")
     # What the forward sees is what the masters are, on every rank.
     for result in ranks:
         assert result.parameters

@@ -71,7 +71,7 @@ class Bucket:
         """The piece of a parameter that lies in a flat shard of this bucket: master or a moment."""
         start, stop = slot.owned(self.rank, self.layout.shard_numel)
         position = slot.offset + start - self.rank * self.layout.shard_numel if stop > start else 0
-        return FlatSlice(param, start, stop, shard[position : position + stop - start])
+        return FlatSlice.of(param, start, shard[position : position + stop - start])
 
     @torch.no_grad()
     def set_param(self, slot: Slot, local: torch.Tensor) -> None:

@@ -1,5 +1,6 @@
 """A rank's contiguous piece of a flattened parameter, for checkpoints under the parameter's own name and shape."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,67 +11,85 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from mula_titan.components.optimizer_sharding.layout import boxes
 
+aten = torch.ops.aten
 
-class FlatSlice:
-    """Elements ``[start, stop)`` of this rank's part of a parameter, presented to DCP as boxes of the full tensor.
 
-    Implements the protocol ``torch.distributed._checkpointable._Checkpointable``, so DCP saves and reshards it like a
-    DTensor. The boxes are views: loading writes straight into the optimizer's buffers.
+class FlatSlice(torch.Tensor):
+    """A tensor of a parameter's full shape, of which only elements ``[start, stop)`` of this rank's part are here.
+
+    For checkpoints, not for arithmetic: it implements ``torch.distributed._checkpointable._Checkpointable``, so that
+    DCP saves, stages and reshards it like a DTensor, as boxes of the full tensor. The boxes are views: loading writes
+    straight into the optimizer's buffers.
     """
 
-    def __init__(self, param: torch.Tensor, start: int, stop: int, values: torch.Tensor) -> None:
-        """``values``: 1-D, contiguous, ``stop - start`` elements."""
-        assert values.numel() == stop - start, (values.numel(), start, stop)
-        self.shape = param.shape
-        self.dtype = values.dtype
-        self._range = (start, stop)
-        self._values = values
+    values: torch.Tensor
+    """1-D, the elements that are here."""
+    start: int
+    """Position of the first one in this rank's flattened part."""
+    chunks: list[ChunkStorageMetadata]
+    """The boxes, in the order of ``values``."""
+
+    @staticmethod
+    def __new__(
+        cls, shape: torch.Size, start: int, chunks: list[ChunkStorageMetadata], values: torch.Tensor
+    ) -> "FlatSlice":
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=values.dtype, device=values.device)
+        self.values, self.start, self.chunks = values, start, chunks
+        return self
+
+    @classmethod
+    def of(cls, param: torch.Tensor, start: int, values: torch.Tensor) -> "FlatSlice":
+        """The slice of a parameter that begins at flat element ``start`` of this rank's part and has these values."""
         local_shape, origin = tuple(param.shape), (0,) * param.ndim
         if isinstance(param, DTensor):
             local_shape, origin = compute_local_shape_and_global_offset(
                 param.shape, param.device_mesh, param.placements
             )
-        self._shards: list[torch.Tensor] = []
-        self._chunks: list[ChunkStorageMetadata] = []
-        for offsets, sizes in boxes(tuple(local_shape), start, stop):
-            position = sum(shard.numel() for shard in self._shards)
-            view = values[position : position + _numel(sizes)].view(sizes)
-            offsets = [a + b for a, b in zip(offsets, origin, strict=True)]
-            self._shards.append(view)
-            self._chunks.append(ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)))
+        chunks = [
+            ChunkStorageMetadata(
+                offsets=torch.Size(a + b for a, b in zip(offsets, origin, strict=True)), sizes=torch.Size(sizes)
+            )
+            for offsets, sizes in boxes(tuple(local_shape), start, start + values.numel())
+        ]
+        return cls(param.shape, start, chunks, values)
 
     @torch.no_grad()
-    def load(self, value: Any) -> None:
+    def load(self, value: torch.Tensor) -> None:
         """Take the elements from this slice itself (a no-op), a slice of the same range, or the parameter's value."""
         if value is self:
             return
         if isinstance(value, FlatSlice):
-            assert value._range == self._range, (value._range, self._range)
-            self._values.copy_(value._values)
+            assert (value.start, value.values.shape) == (self.start, self.values.shape)
+            self.values.copy_(value.values)
             return
         local = value.to_local() if isinstance(value, DTensor) else value
-        start, stop = self._range
-        self._values.copy_(local.reshape(-1)[start:stop])
+        self.values.copy_(local.reshape(-1)[self.start : self.start + self.values.numel()])
 
-    def to(self, dtype: torch.dtype) -> "FlatSlice":
-        """A converted copy."""
-        copy = object.__new__(FlatSlice)
-        copy.__dict__.update(self.__dict__)
-        copy.dtype, copy._values = dtype, self._values.to(dtype)
-        copy._shards = [shard.to(dtype) for shard in self._shards]
-        return copy
-
-    def is_floating_point(self) -> bool:
-        """Whether the elements are floating-point numbers."""
-        return self.dtype.is_floating_point
-
-    def size(self) -> torch.Size:
-        """Shape of the whole parameter."""
-        return self.shape
+    def pieces(self) -> Iterator[tuple[ChunkStorageMetadata, torch.Tensor]]:
+        """The boxes and views of their values."""
+        position = 0
+        for chunk in self.chunks:
+            numel = chunk.sizes.numel()
+            yield chunk, self.values[position : position + numel].view(chunk.sizes)
+            position += numel
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Storage of this rank's elements: torchtitan compares it to see whether a cached state is still current."""
-        return self._values.untyped_storage()
+        """Storage of the elements: torchtitan compares it to see whether a cached state is still current."""
+        return self.values.untyped_storage()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"FlatSlice(shape={tuple(self.shape)}, start={self.start}, values={self.values})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self = args[0]
+        if func is aten.new_empty.default:  # DCP's staging, which then sets the attributes
+            values = self.values.new_empty(0, dtype=kwargs.get("dtype"), device=kwargs.get("device"))
+            return cls(torch.Size(args[1]), 0, [], values)
+        if func in (aten._to_copy.default, aten.detach.default, aten.clone.default):
+            return cls(self.shape, self.start, self.chunks, func(self.values, **kwargs))
+        raise NotImplementedError(f"{func} of a FlatSlice: it holds a part of the tensor, for checkpoints only")
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
@@ -80,18 +99,14 @@ class FlatSlice:
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
             )
-            for i, chunk in enumerate(self._chunks)
+            for i, chunk in enumerate(self.chunks)
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return self._chunks
+        return self.chunks
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        for shard, chunk in zip(self._shards, self._chunks, strict=True):
+        for chunk, view in self.pieces():
             if chunk.offsets == index.offset:
-                return shard
+                return view
         raise ValueError(f"{index.fqn}: this rank has no elements at {tuple(index.offset or ())}")
-
-
-def _numel(sizes: tuple[int, ...]) -> int:
-    return torch.Size(sizes).numel()
