@@ -64,7 +64,7 @@ def sharded_optimizer(trainer: Any) -> ShardedAdamW:
 
 def parameters(trainer: Any) -> dict[str, torch.Tensor]:
     """The modules' parameters by name, up to date."""
-    sharded_optimizer(trainer).wait()
+    trainer.optimizers.wait()
     named = [(canonical_fqn(n), p) for part in trainer.model_parts for n, p in part.named_parameters()]
     return {n: _full(p) for n, p in named if not n.startswith("grad_norm")}
 

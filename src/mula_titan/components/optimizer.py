@@ -141,6 +141,12 @@ class AdamWContainer(OptimizersContainer):
             clip_after_step=config.clip_after_step,
         )
 
+    def wait(self) -> None:
+        """Before parameters are read other than by a forward pass or a state dict: wait until they are up to date."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, ShardedAdamW):
+                optimizer.wait()
+
     def finish_backward(self) -> None:
         """After a step's last backward, before gradients are clipped: finish the sums over ranks. FSDP has done so."""
         for optimizer in self.optimizers:

@@ -34,6 +34,9 @@ class GradNorm(nn.Module):
         self._mesh = mesh
         self.value = nn.Parameter(self._replicated(torch.zeros(2, device=device)), requires_grad=False)
 
+    def _load_from_state_dict(self, *_: Any) -> None:
+        """No state dict has it."""
+
     def _replicated(self, local: torch.Tensor) -> DTensor:
         return DTensor.from_local(local, self._mesh, [Replicate()], run_check=False)
 

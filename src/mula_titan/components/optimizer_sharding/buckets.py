@@ -43,8 +43,9 @@ class Bucket:
         self.master = self.params if is_master else torch.zeros(size, **home)
         self.exp_avg, self.exp_avg_sq = torch.zeros(size, **home), torch.zeros(size, **home)
         # What the gather sends; the master itself unless it has to be cast or copied to the device.
-        is_sent = param_dtype == torch.float32 and not self.offload
-        self._sent = self.master if is_sent else torch.zeros(size, dtype=param_dtype, device=device)
+        self._sent = self.params if self.alone else self.master
+        if not self.alone and (param_dtype != torch.float32 or self.offload):
+            self._sent = torch.zeros(size, dtype=param_dtype, device=device)
         self._host_grad = torch.zeros(size, **home) if self.offload else None
         self._on_host: torch.Event | None = None
         self._reducing: dist.Work | None = None
@@ -54,10 +55,10 @@ class Bucket:
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Distinct buffers that the bucket holds for good, by purpose."""
         states = [self.exp_avg, self.exp_avg_sq] + ([self.master] if self.master is not self.params else [])
-        temporary = [] if self.alone else [self.grad_shard]
-        if self._sent is not self.master:
-            temporary.append(self._sent)
-        return {"parameters": [self.params], "gradients": [self.grads], "states": states, "temporary": temporary}
+        buffers = [] if self.alone else [self.grad_shard]
+        if self._sent is not self.master and self._sent is not self.params:
+            buffers.append(self._sent)
+        return {"parameters": [self.params], "gradients": [self.grads], "states": states, "buffers": buffers}
 
     def param_view(self, slot: Slot) -> torch.Tensor:
         """A parameter's place in the parameter buffer, 1-D."""
@@ -144,8 +145,6 @@ class Bucket:
         if self._sent is not self.master:
             self._sent.copy_(self.master, non_blocking=True)
         if self.alone:
-            if self._sent is not self.params:
-                self.params.copy_(self._sent)
             return
         # Not in place: the input is no part of the output, which oneCCL would have to be told.
         group = self.owners.mesh.get_group()
