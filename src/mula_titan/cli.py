@@ -1,4 +1,4 @@
-"""Command line: ``mula-titan train | check | tokenize | export | import``."""
+"""Command line: ``mula-titan train | check | preflight | launch | tokenize | export | import``."""
 
 import os
 import sys
@@ -13,6 +13,8 @@ from rich.console import Console
 COMMANDS: dict[str, str] = {
     "train": "train a model on this node's devices (several nodes: NNODES, NODE_RANK, RDZV_ENDPOINT)",
     "check": "say whether a configuration can run, and print it in full",
+    "preflight": "check devices and links, write the list of good hosts",
+    "launch": "train on the good nodes of an allocation, and start again without bad ones",
     "tokenize": "turn text into memory-mapped token shards",
     "export": "write a checkpoint as Hugging Face safetensors",
     "import": "turn a Hugging Face model folder into a checkpoint",
@@ -27,11 +29,8 @@ def _ranks_from_environment() -> int:
 
 
 @dataclass(kw_only=True)
-class LaunchOptions:
-    """Processes of a run; all other flags are configuration keys: --section.key value."""
-
-    config: Annotated[Path, tyro.conf.Positional]
-    """TOML file, for example train_configs/mula_debug.toml."""
+class RankOptions:
+    """Processes of a run."""
 
     nproc: int = field(default_factory=_ranks_from_environment)
     """Ranks on this node, one for each device. Default: NGPU, or 2."""
@@ -55,6 +54,18 @@ class LaunchOptions:
             raise ValueError(f"--nnodes {self.nnodes}: expected a number of nodes, or MIN:MAX")
         return self.nproc * int(self.nnodes.split(":")[-1])
 
+    def ranks(self) -> dict[str, Any]:
+        """Arguments of :func:`mula_titan.launch.run_ranks`."""
+        return {"nproc": self.nproc, "nnodes": self.nnodes, "rdzv_endpoint": self.rdzv_endpoint}
+
+
+@dataclass(kw_only=True)
+class LaunchOptions(RankOptions):
+    """Processes of a run; all other flags are configuration keys: --section.key value."""
+
+    config: Annotated[Path, tyro.conf.Positional]
+    """TOML file, for example train_configs/mula_debug.toml."""
+
 
 def main() -> None:
     """Entry point of ``mula-titan``."""
@@ -65,9 +76,15 @@ def main() -> None:
         print("\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()))
         sys.exit(0 if command in ("-h", "--help") else f"\nmula-titan: unknown command {command!r}")
     try:
-        {"train": _train, "check": _check, "tokenize": _tokenize, "export": _export, "import": _import}[command](
-            arguments
-        )
+        {
+            "train": _train,
+            "check": _check,
+            "preflight": _preflight,
+            "launch": _launch,
+            "tokenize": _tokenize,
+            "export": _export,
+            "import": _import,
+        }[command](arguments)
     except (ValueError, FileNotFoundError, FileExistsError, PermissionError) as error:
         sys.exit(f"mula-titan {command}: {error}")
 
@@ -96,22 +113,40 @@ def _loaded(options: LaunchOptions, flags: list[str]) -> Any:
 def _train(arguments: list[str]) -> None:
     options, flags = _launch_options("train", arguments)
     _loaded(options, flags)  # one message here instead of one from every rank
-    from torch.distributed.run import main as torchrun
+    from mula_titan.launch import run_ranks
 
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.nproc)))
-    torchrun(
-        [
-            f"--nproc-per-node={options.nproc}",
-            f"--nnodes={options.nnodes}",
-            *([f"--node-rank={os.environ['NODE_RANK']}"] if "NODE_RANK" in os.environ else []),
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={options.rdzv_endpoint}",
-            "-m",
-            "mula_titan.train",
-            str(options.config),
-            *flags,
-        ]
+    sys.exit(run_ranks(["-m", "mula_titan.train", str(options.config), *flags], **options.ranks()))
+
+
+def _preflight(arguments: list[str]) -> None:
+    from mula_titan.launch import run_ranks
+    from mula_titan.preflight import PreflightOptions
+
+    options, words = tyro.cli(
+        RankOptions,
+        prog="mula-titan preflight",
+        description=COMMANDS["preflight"],
+        args=arguments,
+        return_unknown_args=True,
     )
+    tyro.cli(PreflightOptions, prog="mula-titan preflight", args=words)  # one message for wrong flags
+    sys.exit(run_ranks(["-m", "mula_titan.preflight", *words], **options.ranks()))
+
+
+def _launch(arguments: list[str]) -> None:
+    from mula_titan.launch import JobOptions, launch
+    from mula_titan.toml_config import load_config
+    from mula_titan.validate import validate
+
+    options, flags = tyro.cli(
+        JobOptions,
+        prog="mula-titan launch",
+        description=COMMANDS["launch"],
+        args=arguments,
+        return_unknown_args=True,
+    )
+    validate(*load_config(options.config, flags), options.nodes * options.nproc)
+    sys.exit(launch(options, flags))
 
 
 def _check(arguments: list[str]) -> None:

@@ -20,8 +20,9 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
+from mula_titan.components.bad_nodes import host_name
 from mula_titan.components.checkpoint import MulaCheckpointManager
-from mula_titan.components.diagnosis import Diagnosis, Finding, gather, host_name, run_twice
+from mula_titan.components.diagnosis import Diagnosis, Finding, gather, run_twice
 from mula_titan.components.fault_injection import FaultInjection
 from mula_titan.components.guard import NumericalGuard, Verdict, Vote, local_part
 from mula_titan.components.load_balance import moe_layers

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mula_titan.components.diagnosis import Diagnosis, Finding, host_name, read_bad_nodes
+from mula_titan.components.bad_nodes import host_name, read_bad_nodes
+from mula_titan.components.diagnosis import Diagnosis, Finding
 from mula_titan.components.guard import NumericalGuard
 from mula_titan.exit_codes import HARDWARE, NUMERICS, FatalFault
 from tests.distributed.ranks import run_on_ranks

@@ -2,7 +2,6 @@
 
 import json
 import math
-import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,10 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from mula_titan.components.bad_nodes import BAD_NODES, read_bad_nodes
 from mula_titan.components.step_trace import StepTrace, first_bad, first_difference
-
-BAD_NODES = "bad_nodes.txt"
-"""In the dump folder: a host a line, with the reason behind it. The launcher leaves these hosts out."""
 
 
 @dataclass
@@ -107,12 +104,6 @@ class Diagnosis:
         return hosts
 
 
-def read_bad_nodes(path: Path) -> list[str]:
-    """Hosts of a bad-node list; none if there is no file."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [host for line in lines if (host := line.split("#")[0].strip())]
-
-
 def run_twice(model_parts: list[nn.Module], run: Callable[[], torch.Tensor | None], finding: Finding) -> None:
     """Run a step twice with hooks and note in ``finding`` what was bad and what differs. Collective, as the step is.
 
@@ -139,8 +130,3 @@ def gather(finding: Finding) -> list[Finding]:
     findings: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(findings, finding)
     return findings
-
-
-def host_name() -> str:
-    """This host, as the launcher's node list calls it."""
-    return socket.gethostname()

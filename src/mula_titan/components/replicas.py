@@ -20,7 +20,7 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.config import Configurable
 from torchtitan.tools.logging import logger
 
-from mula_titan.components.diagnosis import host_name
+from mula_titan.components.bad_nodes import host_name
 from mula_titan.components.step_trace import bit_sum
 from mula_titan.exit_codes import REPLICAS, FatalFault
 

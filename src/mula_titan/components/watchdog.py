@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torchtitan.config import Configurable
 from torchtitan.tools.logging import logger
 
-from mula_titan.components.diagnosis import host_name
+from mula_titan.components.bad_nodes import host_name
 from mula_titan.exit_codes import HANG
 
 _ALARM = "mula_titan/hang"
