@@ -142,7 +142,9 @@ def train(layout: Layout) -> Result:
         mock.patch("torchtitan.distributed.utils.clip_grad_norm_") as clip,
         XpuRules() if layout.xpu_rules else nullcontext(),
     ):
-        trainer = _trainer(layout, layout.dump_folder or folder)
+        shared = [layout.dump_folder or folder]
+        dist.broadcast_object_list(shared)  # one folder for all ranks, as a job has
+        trainer = _trainer(layout, shared[0])
         config = trainer.config
         result = Result([], [], {}, {}, {}, {}, [], {})
         parts = trainer.model_parts

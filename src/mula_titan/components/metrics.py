@@ -37,8 +37,12 @@ class MulaMetricsProcessor(MetricsProcessor):
 
         router_alarm: float = 0.75
         """
-        Warn when a router collapses: a layer's busiest expert has more than this part of the tokens. 1 never warns.
+        Warn when a router collapses: its busiest expert has more than this part of the tokens, `router_alarm_after`
+        logged steps in a row. 1 never warns.
         """
+
+        router_alarm_after: int = 10
+        """Logged steps in a row before the warning; routers often collapse in a run's first steps and recover."""
 
     def __init__(
         self,
@@ -63,6 +67,7 @@ class MulaMetricsProcessor(MetricsProcessor):
         self.num_layers = 0
         self.top_k = 0
         self.step_valid_tokens: torch.Tensor | None = None
+        self._collapsed_for: dict[int, int] = {}
 
     def start(self, step: int, total_steps: int) -> None:
         """Begin (or resume after ``step``) a run of ``total_steps``: open the progress line, cut the history there."""
@@ -178,11 +183,14 @@ class MulaMetricsProcessor(MetricsProcessor):
             return {}
         num_tokens = int(self.step_valid_tokens)
         reports = router_report(self.model_parts, self.parallel_dims, self.num_layers, num_tokens * self.top_k)
-        collapsed = [r for r in reports if r.busiest_share * self.top_k > self.config.router_alarm]
+        for report in reports:
+            is_collapsed = report.busiest_share * self.top_k > self.config.router_alarm
+            self._collapsed_for[report.layer] = self._collapsed_for.get(report.layer, 0) + 1 if is_collapsed else 0
+        collapsed = [r for r in reports if self._collapsed_for[r.layer] >= self.config.router_alarm_after]
         if collapsed and self.is_reporter:
             shares = ", ".join(f"layer {r.layer} {r.busiest_share * self.top_k:.0%}" for r in collapsed)
             logger.warning(
-                f"Step {step}: routers collapse, one expert takes most tokens: {shares}. "
+                f"Step {step}: routers have collapsed, one expert takes most tokens: {shares}. "
                 "Raise model.load_balance_loss or model.expert_bias_rate, or lower the learning rate."
             )
         return {f"router/layer_{r.layer}/{name}": value for r in reports for name, value in asdict(r).items()}

@@ -113,9 +113,9 @@ class MulaArgs:
         if self.num_experts > 0:
             check("top_k", 1 <= self.top_k <= self.num_experts, f"must lie in 1..num_experts ({self.num_experts})")
         for name in ("load_balance_loss", "router_z_loss", "expert_bias_rate"):
-            check(name, getattr(self, name) >= 0, "must be 0 (off) or positive")
+            check(name, 0 <= getattr(self, name) < float("inf"), "must be 0 (off) or positive")
         for name in ("init_std", "norm_eps", "rope_theta"):
-            check(name, getattr(self, name) > 0, "must be positive")
+            check(name, 0 < getattr(self, name) < float("inf"), "must be positive")
         return found
 
 
