@@ -1,6 +1,6 @@
 """Draws docs/images/kernels_dataflow.png: which kernel reads and writes what in one MoE layer.
 
-    python docs/images/kernels_dataflow.py
+python docs/images/kernels_dataflow.py
 """
 
 from __future__ import annotations
