@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         trainer = config.build()
         if config.replay.bundle:
-            code = trainer.replay_bundle()
+            code = trainer.faulty_steps.replay_bundle()
         else:
             trainer.train()
     except FatalFault as fault:

@@ -4,61 +4,32 @@ Shape suffixes: B = batch, L = sequence length.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torchtitan.components.checkpointer.base import ModelWrapper
 from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from mula_titan.components.bad_nodes import host_name
 from mula_titan.components.checkpoint import MulaCheckpointManager
-from mula_titan.components.diagnosis import Diagnosis, Finding, gather, run_twice
 from mula_titan.components.fault_injection import FaultInjection
-from mula_titan.components.guard import NumericalGuard, Verdict, Vote, local_part
-from mula_titan.components.load_balance import moe_layers
+from mula_titan.components.guard import NumericalGuard, Verdict, Vote
 from mula_titan.components.metrics import MulaMetricsProcessor
 from mula_titan.components.optimizer import AdamWContainer
 from mula_titan.components.preemption import Preemption
-from mula_titan.components.random_state import RandomState
 from mula_titan.components.replicas import ReplicaCheck
 from mula_titan.components.step_data import StepData, samples_of_step
 from mula_titan.components.validation import MulaValidator
 from mula_titan.components.watchdog import Watchdog, phase
 from mula_titan.data.loader import TokenDataLoader
-from mula_titan.exit_codes import HARDWARE, NUMERICS, REQUEUE, FatalFault
+from mula_titan.exit_codes import NUMERICS, REQUEUE, FatalFault
+from mula_titan.faulty_steps import FaultySteps, Replay
 from mula_titan.model.args import MulaArgs
 from mula_titan.model.spec import model_spec
-
-FAULTS = "faults"
-"""Folder below the dump folder; in it step-N/ with report.json and what a replay needs."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Replay:
-    """Running steps twice to tell faults of the hardware from those of the software."""
-
-    interval: int = 0
-    """
-    Every so many steps, run forward and backward twice more with hooks and compare them to the bit, before the update.
-    0: never. Needs deterministic kernels.
-    """
-
-    bundle: str = ""
-    """Instead of training, replay this folder `faults/step-N`, on as many ranks as wrote it."""
-
-    def __post_init__(self) -> None:
-        if self.interval < 0:
-            raise ValueError(f"interval = {self.interval} must be at least 0")
 
 
 class MulaTrainer(Trainer):
@@ -127,8 +98,8 @@ class MulaTrainer(Trainer):
         if config.fault_injection.kind != "none":
             self.injected = config.fault_injection.build()
             self.checkpointer.before_write = self.injected.before_write
+        self.faulty_steps = FaultySteps(self)
         self._vote = Vote(self.device, loss_copies=self.parallel_dims.tp)
-        self._random_state = RandomState()
         if config.validator.enable and config.preemption.enable:
             self.validator.must_stop = self._must_stop_validation
         self._global_valid_tokens: torch.Tensor | None = None
@@ -186,14 +157,14 @@ class MulaTrainer(Trainer):
         everywhere = local.to(self.device)
         if mesh is not None:
             everywhere = dist_utils.dist_sum_tensor(everywhere, mesh)
-        state = self._random_state.state_dict() if watched else {}
+        state = self.faulty_steps.random_state.state_dict() if watched else {}
         return StepData(self.step, groups, local, everywhere, state, samples)
 
     def _train_on(self, data: StepData) -> bool:
         """Gradients, check, update, metrics; whether some rank was asked to end."""
-        loss = self._forward_backward(data)
+        loss = self.forward_backward(data)
         if self.config.replay.interval and self.step % self.config.replay.interval == 0:
-            self._compare_replays(data)
+            self.faulty_steps.compare_replays(data)
         grad_norm = dist_utils.clip_grad_norm_(
             [p for m in self.model_parts for p in m.parameters()],
             self.config.training.max_norm,
@@ -204,7 +175,7 @@ class MulaTrainer(Trainer):
         verdict = self._judge(loss, grad_norm)
         self.checkpointer.maybe_wait_for_staging()
         if verdict is not None and verdict.faults:
-            self._handle_fault(data, verdict, loss)
+            self.faulty_steps.handle(data, verdict, loss)
         else:
             learning_rates = self.lr_schedulers.get_metrics()
             self.optimizers.step()
@@ -216,7 +187,7 @@ class MulaTrainer(Trainer):
             self.injected.after_step(data.step)
         return verdict is not None and verdict.stop
 
-    def _forward_backward(self, data: StepData) -> torch.Tensor:
+    def forward_backward(self, data: StepData) -> torch.Tensor:
         """All passes of a step from zero gradients; this rank's share of the mean loss."""
         self.optimizers.zero_grad(set_to_none=self.config.training.disable_cuda_graphs)
         self._num_backwards = 0
@@ -256,108 +227,6 @@ class MulaTrainer(Trainer):
         if self.injected:
             self.injected.in_validation()
         return self._vote.sum(stop=self.preemption.requested())[-1] > 0
-
-    # ---- faulty steps
-
-    def _handle_fault(self, data: StepData, verdict: Verdict, loss: torch.Tensor) -> None:
-        """Say why, keep what a replay needs, and do what the policy says. The update does not happen."""
-        diagnosis = self._diagnose(data, verdict.faults, float(local_part(loss)), again=self.guard.config.find_cause)
-        folder = Path(self.config.dump_folder) / FAULTS / f"step-{data.step}"
-        if self.guard.total <= self.guard.config.bundles:
-            self._write_bundle(data, folder)
-        self._forget_step()
-        if dist.get_rank() == 0:
-            diagnosis.write(folder)
-            diagnosis.blame(Path(self.config.dump_folder))
-            logger.error(f"{diagnosis.text()} Report: {folder / 'report.json'}")
-        code = HARDWARE if diagnosis.suspects else NUMERICS
-        self.guard.refuse_too_many(diagnosis.text(), code)
-        if self.guard.config.policy == "rollback":
-            self._roll_back(diagnosis.text(), code)
-
-    def _diagnose(self, data: StepData, faults: list[str], loss: float, *, again: bool) -> Diagnosis:
-        """All ranks' findings about a step. A collective call."""
-        samples = [
-            {"sample": sample, **asdict(self.dataloader.locate(sample))}
-            for sample in data.samples  # type: ignore[attr-defined]
-        ]
-        finding = Finding(dist.get_rank(), host_name(), loss, samples=samples)
-        if again:
-            with self._as_before(data):
-                run_twice(self.model_parts, lambda: self._run_again(data), finding)
-        return Diagnosis(data.step, faults, gather(finding), repeated=again)
-
-    @contextmanager
-    def _as_before(self, data: StepData) -> Iterator[None]:
-        """Replays leave nothing behind: token count and random states are those of the run that counts."""
-        tokens, forward_backward = self.ntokens_seen, self.fwd_bwd_fn
-        state = self._random_state.state_dict()
-        self.fwd_bwd_fn = self._forward_backward_body  # without CUDA graphs, whose modules run no hooks
-        yield
-        self.ntokens_seen = tokens
-        self.fwd_bwd_fn = forward_backward
-        self._random_state.load_state_dict(state)
-
-    def _run_again(self, data: StepData) -> torch.Tensor:
-        self._forget_step()
-        self._random_state.load_state_dict(data.random_state)
-        return self._forward_backward(data)
-
-    def _forget_step(self) -> None:
-        """Zero gradients and balancing counters, as before the step."""
-        self.optimizers.zero_grad()
-        for _, moe in moe_layers(self.model_parts):
-            moe.tokens_per_expert_E.zero_()
-        for part in self.model_parts:
-            last = getattr(part, "last_router_sums_L2", None)
-            part.start_step()  # type: ignore[operator]
-            if last is not None:
-                part.last_router_sums_L2 = last
-
-    def _compare_replays(self, data: StepData) -> None:
-        """Two more runs of a sound step must agree to the bit on every rank; the last one's gradients are used.
-
-        Raises:
-            FatalFault: they don't; the suspects' hosts are in the bad-node list.
-        """
-        diagnosis = self._diagnose(data, [], 0.0, again=True)
-        if diagnosis.suspects:
-            folder = Path(self.config.dump_folder) / FAULTS / f"step-{data.step}"
-            self._write_bundle(data, folder)
-            if dist.get_rank() == 0:
-                diagnosis.write(folder)
-                diagnosis.blame(Path(self.config.dump_folder))
-            raise FatalFault(diagnosis.text(), HARDWARE)
-
-    def _write_bundle(self, data: StepData, folder: Path) -> None:
-        """Weights, batches and random states of a step. A collective call."""
-        data.save(folder / f"rank_{dist.get_rank()}.pt", dist.get_world_size())
-        dcp.save(ModelWrapper(self.model_parts).state_dict(), checkpoint_id=str(folder / "model"))
-
-    def _roll_back(self, text: str, exit_code: int) -> None:
-        """Load the newest good checkpoint and go on with the data behind the bad step."""
-        position, counters = self.dataloader.state_dict(), self.guard.state_dict()
-        self.checkpointer.maybe_wait_for_saving()
-        if not self.checkpointer.load():
-            raise FatalFault(f"{text} There is no checkpoint to roll back to.", exit_code)
-        self.dataloader.load_state_dict(position)
-        self.guard.load_state_dict(counters)
-        logger.warning(f"Rolled back to step {self.step}; the data goes on behind the bad step.")
-
-    def replay_bundle(self) -> int:
-        """Run the step of ``replay.bundle`` twice and say what was bad; an exit code."""
-        folder = Path(self.config.replay.bundle)
-        data = StepData.load(folder / f"rank_{dist.get_rank()}.pt", dist.get_world_size(), self.device)
-        model = ModelWrapper(self.model_parts)
-        state = model.state_dict()
-        dcp.load(state, checkpoint_id=str(folder / "model"))
-        model.load_state_dict(state)
-        diagnosis = self._diagnose(data, [], 0.0, again=True)
-        if dist.get_rank() == 0:
-            print(diagnosis.text())
-        return HARDWARE if diagnosis.suspects else NUMERICS if diagnosis.origin else 0
-
-    # ---- the run
 
     def _log(
         self, data: StepData, loss: torch.Tensor, grad_norm: torch.Tensor, learning_rates: dict[str, float]

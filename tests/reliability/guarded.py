@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 from torch.distributed.tensor import DTensor
 
+from mula_titan.components.optimizer_sharding.slices import FlatSlice
 from mula_titan.exit_codes import FatalFault
 from tests.distributed.training import Layout, _trainer
 
@@ -61,6 +62,7 @@ def state_of(trainer: Any) -> dict[str, torch.Tensor]:
     state["random"] = torch.get_rng_state()
     plain = {}
     for key, value in state.items():
+        value = value.values if isinstance(value, FlatSlice) else value
         value = value.to_local() if isinstance(value, DTensor) else value
         plain[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
     return plain
@@ -100,7 +102,7 @@ def run(case: Case) -> Outcome:
     with mock.patch("torchtitan.trainer.time.sleep"):
         try:
             if case.replay:
-                code = trainer.replay_bundle()
+                code = trainer.faulty_steps.replay_bundle()
             else:
                 trainer.train()
         except FatalFault as fault:

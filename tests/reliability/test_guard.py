@@ -39,6 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "nan output, resumed": {**EP, **SAVE, "training.steps": 5},
     "nan gradient": {**EP, **_fault("nan_gradient")},
     "pipeline": {**PP, **_fault("nan_gradient", rank=0, module="layers.0")},
+    "epso": {**EP, **_fault("nan_gradient"), "optimizer.sharding": "epso"},
     "once": _fault("nan_output", run=1),
     "stop": {**EP, **_fault("nan_output"), "guard.policy": "stop"},
     "replayed": EP,
@@ -49,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     "no way back": {**EP, **_fault("nan_output"), "guard.policy": "rollback"},
     "bit flip": {**EP, **_fault("flip_bit", step=2, run=2), "replay.interval": 2},
 }
-WATCHED = {"nan output": 3, "nan gradient": 3, "pipeline": 3, "once": 3, "spike": 4}
+WATCHED = {"nan output": 3, "nan gradient": 3, "pipeline": 3, "epso": 3, "once": 3, "spike": 4}
 
 
 @pytest.fixture(scope="module")
