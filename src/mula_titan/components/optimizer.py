@@ -33,7 +33,7 @@ def replicate_parameters(
         ValueError: degrees that the sharding cannot have.
     """
     meshes = OptimizerMeshes.from_parallel_dims(parallel_dims, sharding)
-    model.optimizer_plan = (sharding, meshes, param_dtype)
+    model.optimizer_plan = (sharding, meshes, param_dtype)  # type: ignore[assignment]  # a plain attribute
 
 
 class AdamWContainer(OptimizersContainer):
@@ -116,6 +116,8 @@ class AdamWContainer(OptimizersContainer):
 
     def _sharded_adamw(self, config: Config, model_parts: list[nn.Module]) -> ShardedAdamW:
         groups = []
+        meshes: Any = None
+        param_dtype: Any = None
         for part in model_parts:
             sharding, meshes, param_dtype = getattr(part, "optimizer_plan", (None, None, None))
             if sharding != config.sharding:

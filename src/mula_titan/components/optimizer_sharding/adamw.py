@@ -233,7 +233,7 @@ class ShardedAdamW(torch.optim.AdamW):
         return norm
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures
         """Update this rank's shards and spread the new parameters, buckets in the order of the next forward.
 
         Raises:
@@ -344,7 +344,7 @@ def _named(group: dict[str, Any]) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:
-    return param.detach().to_local() if isinstance(param, DTensor) else param.detach()
+    return param.to_local().detach() if isinstance(param, DTensor) else param.detach()
 
 
 def _canonical(name: str) -> str:
@@ -386,7 +386,7 @@ def _units(part: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-@torch._dynamo.disable
+@torch.compiler.disable
 def _wait_for(buckets: list[Bucket], *_: Any) -> None:
     for bucket in buckets:
         bucket.wait_gathered()

@@ -7,6 +7,7 @@ into equal contiguous shards, one a rank, so that every collective is even. Para
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 ALIGN = 64
 """Elements; parameters and shards start at multiples of it, 128 bytes in bf16, so that vector kernels stay aligned."""
@@ -35,7 +36,7 @@ class Slot:
 class BucketLayout:
     """Parameters of one flat buffer, cut into ``num_shards`` equal shards."""
 
-    key: Hashable
+    key: Any
     """What the parameters have in common: owners and parameter group."""
     slots: tuple[Slot, ...]
     num_shards: int
@@ -53,7 +54,7 @@ class BucketLayout:
 
 
 def plan_buckets(
-    parameters: Iterable[tuple[str, int, Hashable]], num_shards: Callable[[Hashable], int], max_numel: int
+    parameters: Iterable[tuple[str, int, Any]], num_shards: Callable[[Any], int], max_numel: int
 ) -> list[BucketLayout]:
     """Distribute parameters over buckets.
 

@@ -22,7 +22,7 @@ class FlatSlice(torch.Tensor):
     straight into the optimizer's buffers.
     """
 
-    values: torch.Tensor
+    values: torch.Tensor  # type: ignore[assignment]  # sparse tensors have a method of that name
     """1-D, the elements that are here."""
     start: int
     """Position of the first one in this rank's flattened part."""
@@ -77,11 +77,11 @@ class FlatSlice(torch.Tensor):
         """Storage of the elements: torchtitan compares it to see whether a cached state is still current."""
         return self.values.untyped_storage()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"FlatSlice(shape={tuple(self.shape)}, start={self.start}, values={self.values})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         self = args[0]
         if func is aten.new_empty.default:  # DCP's staging, which then sets the attributes
