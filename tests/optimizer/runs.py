@@ -69,17 +69,20 @@ def parameters(trainer: Any) -> dict[str, torch.Tensor]:
     return {n: _full(p) for n, p in named if not n.startswith("grad_norm")}
 
 
-def load_state(layout: Layout) -> dict[str, Pieces]:
-    """Load the newest checkpoint of the layout's folder under any sharding; this rank's model and optimizer state."""
+def state_after(layout: Layout, *, loading: bool) -> dict[str, Pieces]:
+    """This rank's state of model and optimizer after training, or after loading its checkpoint; any sharding."""
     assert layout.dump_folder is not None
-    trainer = _trainer(layout, layout.dump_folder)
-    assert trainer.checkpointer.load()
-    state = {key: value for part in trainer.model_parts for key, value in part.state_dict().items()}
-    state |= trainer.optimizers.state_dict()
-    if layout.flags["optimizer.sharding"] != "fsdp":
-        for name, value in parameters(trainer).items():
-            state[f"parameter.{name}"] = value
-    trainer.close()
+    with mock.patch("torchtitan.trainer.time.sleep"):
+        trainer = _trainer(layout, layout.dump_folder)
+        if loading:
+            assert trainer.checkpointer.load()
+        else:
+            trainer.train()
+        state = {key: value for part in trainer.model_parts for key, value in part.state_dict().items()}
+        state |= trainer.optimizers.state_dict()
+        if layout.flags["optimizer.sharding"] != "fsdp":
+            state |= {f"parameter.{name}": value for name, value in parameters(trainer).items()}
+        trainer.close()
     return {
         key: pieces(value) if isinstance(value, FlatSlice) else [((0,) * value.ndim, _full(value))]
         for key, value in state.items()
