@@ -180,7 +180,9 @@ class MulaTrainer(Trainer):
             learning_rates = self.lr_schedulers.get_metrics()
             self.optimizers.step()
             self.lr_schedulers.step()
-            self.replicas.every(self.step, self.model_parts)
+            if self.replicas.is_due(self.step):
+                self.optimizers.wait()
+                self.replicas.compare_weights(self.model_parts)
             if self.metrics_processor.should_log(self.step):
                 self._log(data, loss, grad_norm, learning_rates)
         if self.injected:

@@ -56,8 +56,10 @@ def run_on_ranks(world: int, function: Callable[[Any], Any], cases: list[Case], 
     folder.mkdir(parents=True, exist_ok=True)
     arguments = (world, _free_port(), function, cases, str(folder))
     death = "the ranks ended before this case"
+    # torch and torchtitan are imported once, in the server that the ranks are forked from.
+    mp.set_forkserver_preload([function.__module__])
     try:
-        mp.start_processes(_rank_main, args=arguments, nprocs=world, start_method="spawn")
+        mp.start_processes(_rank_main, args=arguments, nprocs=world, start_method="forkserver")
     except mp.ProcessRaisedException as error:
         death = f"{death}: {error}"
 

@@ -102,10 +102,9 @@ class ReplicaCheck(Configurable):
                 REPLICAS,
             )
 
-    def every(self, step: int, model_parts: list[nn.Module]) -> None:
-        """The comparison of weights, where a step is due."""
-        if self.config.interval and step % self.config.interval == 0:
-            self.compare_weights(model_parts)
+    def is_due(self, step: int) -> bool:
+        """Whether weights are compared after this step."""
+        return self.config.interval > 0 and step % self.config.interval == 0
 
 
 def compare_facts(everyone: list[dict[str, Any]]) -> None:
@@ -131,7 +130,13 @@ def _differing_weights(model_parts: list[nn.Module]) -> Iterator[list[str]]:
     """Names of weights whose copies differ, for each process group that holds copies."""
     by_group: dict[Any, list[tuple[str, torch.Tensor]]] = {}
     for part in model_parts:
+        plan = getattr(part, "optimizer_plan", None)  # whole weights on all data ranks, with sharded optimizer states
         for name, parameter in part.named_parameters():
+            if plan is not None:
+                owners = plan[1].of(parameter).mesh
+                if owners.size() > 1:
+                    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                    by_group.setdefault(owners.get_group(), []).append((canonical_fqn(name), local.detach()))
             if not isinstance(parameter, DTensor):
                 continue
             for axis, placement in enumerate(parameter.placements):

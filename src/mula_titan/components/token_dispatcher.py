@@ -16,6 +16,7 @@ from torch.distributed._functional_collectives import (
     all_gather_single,
     all_gather_single_autograd,
     reduce_scatter_single_autograd,
+    wait_tensor,
 )
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher
 
@@ -56,9 +57,10 @@ class AllGatherTokenDispatcher(BaseEPTokenDispatcher):
         """
         if self.ep_mesh is None:
             return x_TD, scores_TK, ids_TK
+        # First, and done before the others start: gloo corrupts memory when gathers of ints and floats overlap.
+        ids_GK = wait_tensor(all_gather_single(ids_TK.contiguous(), 0, self.ep_mesh))
         x_GD = all_gather_single_autograd(x_TD, 0, self.ep_mesh)
         scores_GK = all_gather_single_autograd(scores_TK, 0, self.ep_mesh)
-        ids_GK = all_gather_single(ids_TK.contiguous(), 0, self.ep_mesh)
         return x_GD, scores_GK, ids_GK - self.ep_mesh.get_local_rank() * self._num_local_experts
 
     def reduce(self, out_GD: torch.Tensor) -> torch.Tensor:
