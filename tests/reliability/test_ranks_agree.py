@@ -44,6 +44,8 @@ def _cases(folder: Path) -> dict[str, dict[str, Any]]:
         "in the last step": {**SAVE, **_fault("sigterm", step=4)},
         "equal replicas": {**REPLICATED, "replicas.interval": 1},
         "other weight": {**REPLICATED, **_fault("other_weight", module="lm_head.weight")},
+        "equal whole weights": {"optimizer.sharding": "epso", "replicas.interval": 1},
+        "other whole weight": {"optimizer.sharding": "epso", **_fault("other_weight", module="lm_head.weight")},
     }
 
 
@@ -101,9 +103,12 @@ def test_a_run_at_its_end_ends_as_planned(outcomes: dict[str, list[Outcome]]) ->
         assert (rank.exit_code, rank.step) == (0, 4)
 
 
-def test_other_weights_are_refused_at_the_start(outcomes: dict[str, list[Outcome]]) -> None:
-    assert [rank.exit_code for rank in outcomes["equal replicas"]] == [0, 0]
-    for rank in outcomes["other weight"]:
+@pytest.mark.parametrize(
+    ("equal", "other"), [("equal replicas", "other weight"), ("equal whole weights", "other whole weight")]
+)
+def test_other_weights_are_refused_at_the_start(equal: str, other: str, outcomes: dict[str, list[Outcome]]) -> None:
+    assert [rank.exit_code for rank in outcomes[equal]] == [0, 0]
+    for rank in outcomes[other]:
         assert (rank.exit_code, rank.step, rank.losses) == (REPLICAS, 0, {})
         assert "Replicas differ in their weights on ranks [0, 1]: lm_head.weight" in rank.message
 
