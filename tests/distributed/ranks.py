@@ -1,5 +1,6 @@
 """Start gloo ranks once, run many cases on them, bring the results back."""
 
+import faulthandler
 import os
 import socket
 import traceback
@@ -31,6 +32,7 @@ def _rank_main(
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
+    faulthandler.enable()
     torch.set_num_threads(1)
     from mula_titan.runtime.logs import set_up_logging
 
@@ -60,7 +62,7 @@ def run_on_ranks(world: int, function: Callable[[Any], Any], cases: list[Case], 
     mp.set_forkserver_preload([function.__module__])
     try:
         mp.start_processes(_rank_main, args=arguments, nprocs=world, start_method="forkserver")
-    except mp.ProcessRaisedException as error:
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         death = f"{death}: {error}"
 
     def result(name: str, rank: int) -> Any:

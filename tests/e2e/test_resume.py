@@ -35,7 +35,7 @@ def _command(folder: Path, tokens: str, *flags: str) -> list[str]:
         "metrics.log_freq": 1,
         "metrics.enable_tensorboard": False,
     }
-    words = [word for key, value in values.items() for word in (f"--{key}", str(value).replace("False", "false"))]
+    words = [word for key, value in values.items() for word in (f"--{key}", "false" if value is False else str(value))]
     config = folder.parent / "config.toml"
     lines = Path("train_configs/mula_debug.toml").read_text().splitlines()
     # The bundled data set's path must not stand beside sources.
