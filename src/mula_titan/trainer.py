@@ -88,6 +88,9 @@ class MulaTrainer(Trainer):
     fwd_bwd_fn: Any
 
     def __init__(self, config: Config):
+        if config.training.mixed_precision_param == "bfloat16":
+            # Only routers multiply in float32 then, and TF32 holds their bf16 factors exactly.
+            torch.backends.cuda.matmul.allow_tf32 = True
         super().__init__(config)
         self.checkpointer.model_info = {"args": config.model, "hf_assets_path": config.hf_assets_path}
         self.guard: NumericalGuard = config.guard.build()
@@ -153,8 +156,8 @@ class MulaTrainer(Trainer):
         samples = samples_of_step(self.dataloader, rank, self.gradient_accumulation_steps * per_pass) if watched else []
         groups = [[next(data_iterator) for _ in range(per_pass)] for _ in range(self.gradient_accumulation_steps)]
         local = torch.stack([(labels != IGNORE_INDEX).sum() for group in groups for _, labels in group]).sum()
-        # It stays on the device: the loss is divided by it without waiting.
-        everywhere = local.to(self.device)
+        # Filled in, not copied, and it stays on the device: nothing waits for it.
+        everywhere = torch.full((), int(local), dtype=torch.int64, device=self.device)
         if mesh is not None:
             everywhere = dist_utils.dist_sum_tensor(everywhere, mesh)
         state = self.faulty_steps.random_state.state_dict() if watched else {}
@@ -196,8 +199,8 @@ class MulaTrainer(Trainer):
         total: torch.Tensor | None = None
         with self.injected.in_step(data.step, self.model_parts) if self.injected else nullcontext():
             for group in data.groups:
-                inputs = [{k: v.to(self.device) for k, v in batch.items()} for batch, _ in group]
-                labels = [labels.to(self.device) for _, labels in group]
+                inputs = [{k: self._to_device(v) for k, v in batch.items()} for batch, _ in group]
+                labels = [self._to_device(labels) for _, labels in group]
                 pipelined = self.parallel_dims.pp_enabled
                 loss = self.forward_backward_step(
                     input_dict=inputs if pipelined else inputs[0],
@@ -208,6 +211,10 @@ class MulaTrainer(Trainer):
                 total = loss.clone() if total is None else total.add_(loss)
         assert total is not None
         return total
+
+    def _to_device(self, x: torch.Tensor) -> torch.Tensor:
+        """A batch's tensor on the device, by a copy that the host doesn't wait for."""
+        return x if self.device.type == "cpu" else x.pin_memory().to(self.device, non_blocking=True)
 
     def _judge(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> Verdict | None:
         """What all ranks say, by one reduction that the host waits for; None if neither guard nor preemption is on."""

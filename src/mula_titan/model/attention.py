@@ -3,13 +3,22 @@
 Shape suffixes: B = batch, L = sequence length, D = width, N = heads, H = head width.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchtitan.models.common.attention import QKVLinear, ScaledDotProductAttention
 from torchtitan.models.common.nn_modules import RMSNorm
+
+CUDA_BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 class FullWidthRMSNorm(RMSNorm):
@@ -66,7 +75,8 @@ def document_causal_mask(positions_BL: torch.Tensor) -> torch.Tensor:
 class MaskedAttention(ScaledDotProductAttention):
     """Scaled-dot-product attention on any device: causal, or with a boolean mask from :func:`document_causal_mask`.
 
-    FlexAttention has no CPU backward, and torchtitan's SDPA module refuses masks; torch chooses the backend here.
+    FlexAttention has no CPU backward, and torchtitan's SDPA module refuses masks. CUDA takes the first of
+    ``CUDA_BACKENDS`` that can; other devices take torch's choice.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -85,13 +95,16 @@ class MaskedAttention(ScaledDotProductAttention):
         **kwargs,
     ) -> torch.Tensor:
         """Attend; q ``(B, L, N, H)``, k and v ``(B, L, N_kv, H)``, mask ``(B, 1, L, L)`` bool or None (causal)."""
-        out_BNLH = F.scaled_dot_product_attention(
-            q_BLNH.transpose(1, 2),
-            k_BLNH.transpose(1, 2),
-            v_BLNH.transpose(1, 2),
-            attn_mask=attention_masks,
-            is_causal=attention_masks is None,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
+        # torch's own order puts cuDNN behind flash attention, which is slower on Hopper and later.
+        chosen = sdpa_kernel(CUDA_BACKENDS, set_priority=True) if q_BLNH.is_cuda else nullcontext()
+        with chosen:
+            out_BNLH = F.scaled_dot_product_attention(
+                q_BLNH.transpose(1, 2),
+                k_BLNH.transpose(1, 2),
+                v_BLNH.transpose(1, 2),
+                attn_mask=attention_masks,
+                is_causal=attention_masks is None,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
         return out_BNLH.transpose(1, 2)

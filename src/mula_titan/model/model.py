@@ -189,8 +189,9 @@ class MulaModel(Decoder):
         config = self.config
         entropy_z_L2 = _whole(torch.stack([torch.stack([s.entropy, s.z]) for s in stats.values()]))
         with torch.no_grad():
-            self.router_sums_L2[list(stats)] += entropy_z_L2
-            for index, s in stats.items():
+            # Row by row: indexing with a list of layers would copy it to the device, and wait.
+            for (index, s), sums_2 in zip(stats.items(), entropy_z_L2, strict=True):
+                self.router_sums_L2[index].add_(sums_2)
                 self.layers[str(index)].moe.tokens_per_expert_E.add_(s.counts_E)
         if config.load_balance_loss == 0 and config.router_z_loss == 0:
             return h_BLD

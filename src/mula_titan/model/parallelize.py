@@ -1,4 +1,7 @@
-"""Apply parallelism to the model: CP -> TP/EP -> activation checkpointing -> block compile -> FSDP2 or replication."""
+"""Apply parallelism to the model: CP -> TP/EP -> activation checkpointing -> block compile -> FSDP2 or replication.
+
+One data rank needs neither, as long as parameters aren't cast for the computation.
+"""
 
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
@@ -52,9 +55,13 @@ def parallelize_mula(
         replicate_parameters(model, parallel_dims, sharding=sharding, param_dtype=param_dtype)
         return model
     replicate = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
+    mesh = parallel_dims.get_mesh([*replicate, "fsdp"])
+    is_cast = training.dtype != training.mixed_precision_param
+    if mesh.size() == 1 and not (is_cast or parallel_dims.ep_enabled or training.enable_cpu_offload):
+        return model  # FSDP would copy every parameter twice and every gradient three times a step, for nothing
     apply_fsdp_to_decoder(
         model,
-        parallel_dims.get_mesh([*replicate, "fsdp"]),
+        mesh,
         param_dtype=param_dtype,
         reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
         pp_enabled=parallel_dims.pp_enabled,
