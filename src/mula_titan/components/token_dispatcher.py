@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 from torch.distributed._functional_collectives import (
+    AsyncCollectiveTensor,
     all_gather_single,
     all_gather_single_autograd,
     reduce_scatter_single_autograd,
-    wait_tensor,
 )
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher
 
@@ -30,6 +30,16 @@ class AllGatherMetadata:
     """float32; 0 for rows of experts on other ranks."""
     is_local_N: torch.Tensor
     num_tokens: int
+
+
+def _done(tensor: torch.Tensor) -> torch.Tensor:
+    """Wait for a collective (on a GPU the stream does, not the host).
+
+    torch 2.14 corrupts memory on gloo when several functional gathers are in flight and the last is waited for first.
+    """
+    if isinstance(tensor, AsyncCollectiveTensor):  # compiled code has its waits already
+        tensor.trigger_wait()
+    return tensor
 
 
 class AllGatherTokenDispatcher(BaseEPTokenDispatcher):
@@ -57,10 +67,9 @@ class AllGatherTokenDispatcher(BaseEPTokenDispatcher):
         """
         if self.ep_mesh is None:
             return x_TD, scores_TK, ids_TK
-        # First, and done before the others start: gloo corrupts memory when gathers of ints and floats overlap.
-        ids_GK = wait_tensor(all_gather_single(ids_TK.contiguous(), 0, self.ep_mesh))
-        x_GD = all_gather_single_autograd(x_TD, 0, self.ep_mesh)
-        scores_GK = all_gather_single_autograd(scores_TK, 0, self.ep_mesh)
+        ids_GK = _done(all_gather_single(ids_TK.contiguous(), 0, self.ep_mesh))
+        x_GD = _done(all_gather_single_autograd(x_TD, 0, self.ep_mesh))
+        scores_GK = _done(all_gather_single_autograd(scores_TK, 0, self.ep_mesh))
         return x_GD, scores_GK, ids_GK - self.ep_mesh.get_local_rank() * self._num_local_experts
 
     def reduce(self, out_GD: torch.Tensor) -> torch.Tensor:
