@@ -35,6 +35,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -452,13 +454,26 @@ def profile(stepper: Stepper, table: Path, trace: Path) -> dict[str, float]:
         lines.append(f"{ms:9.3f} ms {event.count / count:7.1f} x  {kind:18s} {event.key[:150]}")
     summary = [f"{ms:9.3f} ms  {kind}" for kind, ms in sorted(sums.items(), key=lambda item: -item[1])]
     slowest = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=40, max_name_column_width=80)
-    table.write_text("\n".join([*summary, "", *lines, "", slowest]))
+    table.write_text("\n".join([*summary, "", *waits(stepper), "", *lines, "", slowest]))
     plain = trace.with_suffix("")
     profiler.export_chrome_trace(str(plain))
     with plain.open("rb") as source, gzip.open(trace, "wb") as target:
         shutil.copyfileobj(source, target)
     plain.unlink()
     return sums
+
+
+def waits(stepper: Stepper) -> list[str]:
+    """Places where the host waits for the device in one step."""
+    if device().type != "cuda":
+        return []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        stepper.step()
+        torch.cuda.set_sync_debug_mode("default")
+    places = Counter(f"{w.filename}:{w.lineno}" for w in caught if "synchroniz" in str(w.message))
+    return [f"{count:4d} x  host waits at {place}" for place, count in places.most_common()]
 
 
 def snapshot(stepper: Stepper, path: Path) -> None:
