@@ -1,4 +1,4 @@
-"""Command line: ``mula-titan train | check | preflight | launch | tokenize | export | import``."""
+"""Command line: ``mula-titan train | check | plan | preflight | launch | tokenize | export | import``."""
 
 import os
 import sys
@@ -13,6 +13,7 @@ from rich.console import Console
 COMMANDS: dict[str, str] = {
     "train": "train a model on this node's devices (several nodes: NNODES, NODE_RANK, RDZV_ENDPOINT)",
     "check": "say whether a configuration can run, and print it in full",
+    "plan": "say whether a configuration fits a machine, how fast it is, and which layout is better",
     "preflight": "check devices and links, write the list of good hosts",
     "launch": "train on the good nodes of an allocation, and start again without bad ones",
     "tokenize": "turn text into memory-mapped token shards",
@@ -79,6 +80,7 @@ def main() -> None:
         {
             "train": _train,
             "check": _check,
+            "plan": _plan,
             "preflight": _preflight,
             "launch": _launch,
             "tokenize": _tokenize,
@@ -152,6 +154,19 @@ def _launch(arguments: list[str]) -> None:
 def _check(arguments: list[str]) -> None:
     config = _loaded(*_launch_options("check", arguments))
     Console().print_json(data=config.to_dict())
+
+
+def _plan(arguments: list[str]) -> None:
+    from mula_titan.planner.plan import PlanOptions, plan
+
+    options, flags = tyro.cli(
+        PlanOptions,
+        prog="mula-titan plan",
+        description=COMMANDS["plan"],
+        args=arguments,
+        return_unknown_args=True,
+    )
+    plan(options, flags)
 
 
 def _tokenize(arguments: list[str]) -> None:
