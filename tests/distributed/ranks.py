@@ -1,4 +1,4 @@
-"""Start gloo ranks once, run many cases on them, bring the results back."""
+"""Start ranks once (gloo, or NCCL and xccl where there are devices), run many cases on them, bring results back."""
 
 import faulthandler
 import os
@@ -34,11 +34,15 @@ def _rank_main(
     )
     faulthandler.enable()
     torch.set_num_threads(1)
+    from mula_titan.runtime.device import BACKENDS, select_device
     from mula_titan.runtime.logs import set_up_logging
 
     set_up_logging()
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan's init_distributed does
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    device_type = select_device()
+    if device_type != "cpu":
+        torch.accelerator.set_device_index(rank)
+    dist.init_process_group(BACKENDS[device_type], timeout=TIMEOUT)
     for name, argument in cases:
         try:
             result = function(argument)

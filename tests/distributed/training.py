@@ -107,7 +107,7 @@ def write_tokens(folder: Path, constant: bool = False) -> str:
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return tensor.detach().float().clone()
+    return tensor.detach().float().cpu().clone()
 
 
 def _flags(layout: Layout, dump_folder: str) -> list[str]:
