@@ -100,7 +100,8 @@ def draw(
     figure, ((memory, time), (messages, scaling)) = plt.subplots(2, 2, figsize=(13, 8))
     _stack(memory, [str(r.pp_rank) for r in ranks], [r.kinds() for r in ranks], GB)
     memory.axhline(hardware.usable_bytes / GB, color="black", linestyle="--", linewidth=0.8)
-    memory.set(title="memory a rank, GB (dashed: available)", xlabel="pipeline rank")
+    top = 1.35 * max(hardware.usable_bytes, *(r.peak for r in ranks)) / GB
+    memory.set(title="memory a rank, GB (dashed: available)", xlabel="pipeline rank", ylim=(0, top))
     _stack(time, ["step"], [plan.time.parts], 1e-3)
     time.set(title=f"step time, ms: {1e3 * plan.time.seconds:.0f}", xlim=(-0.6, 2.2))
     names = [f"{t.purpose}: {t.kind} over {t.group.axis}" for t in traffic]
@@ -125,7 +126,7 @@ def _stack(axis: Any, labels: list[str], columns: list[dict[str, float]], unit: 
         values = [column[name] / unit for column in columns]
         axis.bar(labels, values, bottom=bottom, color=color, label=name)
         bottom = [b + v for b, v in zip(bottom, values, strict=True)]
-    axis.legend(fontsize=7, loc="upper right" if len(labels) == 1 else "lower right")
+    axis.legend(fontsize=7, loc="upper right", ncols=1 if len(columns[0]) > 6 else 3)
 
 
 def write_html(console: Console, picture: Path, path: Path) -> None:

@@ -9,9 +9,6 @@ from mula_titan.planner.memory import MemoryModel
 from mula_titan.planner.pipeline import orders, simulate
 from mula_titan.planner.sharded import BYTES, FP32
 
-SELECTIVE_RECOMPUTE = 1.0
-"""Share of a block's elementwise traffic in its forward that selective checkpointing repeats; products are saved."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTime:
@@ -40,7 +37,7 @@ class BlockTime:
         if ac == "full":
             seconds += self.compute + self.messages
         elif ac == "selective":
-            seconds += SELECTIVE_RECOMPUTE * self.elementwise
+            seconds += self.elementwise  # products are saved
         return seconds
 
 
@@ -65,7 +62,7 @@ class StepTime:
     """Model FLOPs (no recomputation) over the peak of the hardware file."""
     block: BlockTime
     parts: dict[str, float] = field(default_factory=dict)
-    """Seconds of a rank's work by kind over the whole step."""
+    """The step by kind of work, for the busiest pipeline rank; they add up to ``seconds``."""
 
 
 def block_time(model: MemoryModel, layout: Layout, hardware: Hardware, imbalance: float = 1.0) -> BlockTime:
@@ -156,8 +153,9 @@ def step_time(
         order = orders(layout.schedule, layout.pp, layout.stages_per_rank, per_pass)
         run = simulate(order, forward, backward, hardware.collective("send", hidden, group))
         pipeline, bubble = run.seconds * layout.passes, run.bubble
+        busiest = max(range(layout.pp), key=run.busy.__getitem__)
     else:
-        pipeline, bubble = layout.num_micro_batches * (forward[0] + backward[0]), 0.0
+        pipeline, bubble, busiest = layout.num_micro_batches * (forward[0] + backward[0]), 0.0, 0
     exposed = hidden_data = update = 0.0
     for rank in range(layout.pp):
         stages = layout.stages_of(rank)
@@ -168,21 +166,9 @@ def step_time(
             exposed, hidden_data, update = shown, covered, seconds
     total = pipeline + exposed + update
     flops = model_flops(layout) * layout.tokens_per_step
-    blocks = max(sum(layout.layers_of(s) for s in layout.stages_of(r)) for r in range(layout.pp))
-    times = blocks * layout.num_micro_batches
-    recompute = 4 if layout.ac == "full" else 3
-    parts = {
-        "dense products": times * recompute * block.dense,
-        "attention": times * (recompute + 0.5) * block.attention,
-        "experts": times * recompute * block.experts,
-        "elementwise": times * (3 if layout.ac == "none" else 4) * block.elementwise,
-        "expert messages": times * (recompute - 1) * block.expert_messages,
-        "tensor messages": times * (recompute - 1) * block.tensor_messages,
-        "head and loss": layout.num_micro_batches * head,
-        "bubble": pipeline * bubble,
-        "data messages, exposed": exposed,
-        "update": update,
-    }
+    parts = _parts(layout, block, head, layout.stages_of(busiest))
+    parts["bubble"] = pipeline - sum(parts.values())
+    parts["data messages, exposed"], parts["update"] = exposed, update
     return StepTime(
         seconds=total,
         pipeline=pipeline,
@@ -195,6 +181,22 @@ def step_time(
         block=block,
         parts=parts,
     )
+
+
+def _parts(layout: Layout, block: BlockTime, head: float, stages: tuple[int, ...]) -> dict[str, float]:
+    """Seconds of a rank's work in all micro-batches, by kind."""
+    times = layout.num_micro_batches * sum(layout.layers_of(stage) for stage in stages)
+    again = layout.ac == "full"
+    has_head = any(layout.stages[stage][-1] == "lm_head" for stage in stages)
+    return {
+        "dense products": times * (3 + again) * block.dense,
+        "attention": times * (3.5 + again) * block.attention,
+        "experts": times * (3 + again) * block.experts,
+        "elementwise": times * (3 + (layout.ac != "none")) * block.elementwise,
+        "expert messages": times * (2 + again) * block.expert_messages,
+        "tensor messages": times * (2 + again) * block.tensor_messages,
+        "head and loss": layout.num_micro_batches * head * has_head,
+    }
 
 
 def model_flops(layout: Layout) -> float:
