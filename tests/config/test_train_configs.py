@@ -13,13 +13,13 @@ from tests.config.test_overlay import get
 FILES = sorted((ROOT / "train_configs").glob("*.toml"))
 PAPER_RANKS = 3072
 
-# Rows of the paper's table of jobs: pipeline, experts, sequences of a rank, checkpoint interval in steps.
+# Rows of the paper's table of jobs: pipeline, experts, sequences of a rank, checkpoint interval in steps, optimizer.
 JOBS = {
-    "mula_1b": (1, 1, 1, 1000),
-    "mula_7b_a1b": (1, 1, 1, 1000),
-    "mula_20b_a2b": (1, 12, 1, 1000),
-    "mula_100b_a7b": (4, 12, 4, 500),
-    "mula_220b_a10b": (8, 12, 8, 250),
+    "mula_1b": (1, 1, 1, 1000, "so"),
+    "mula_7b_a1b": (1, 1, 1, 1000, "so"),
+    "mula_20b_a2b": (1, 12, 1, 1000, "epso"),
+    "mula_100b_a7b": (4, 12, 4, 500, "epso"),
+    "mula_220b_a10b": (8, 12, 8, 250, "epso"),
 }
 
 ALL_JOBS = {
@@ -64,13 +64,14 @@ def test_file_is_sound(path: Path, place: Place) -> None:
 @pytest.mark.parametrize("name", JOBS)
 def test_paper_job(name: str, place: Place) -> None:
     config = load(ROOT / "train_configs" / f"{name}.toml", place, PAPER_RANKS)
-    pipeline, experts, local_batch, interval = JOBS[name]
+    pipeline, experts, local_batch, interval, sharding = JOBS[name]
     expected = ALL_JOBS | {
         "parallelism.pipeline_parallel_degree": pipeline,
         "parallelism.pipeline_parallel_microbatch_size": 1,
         "parallelism.expert_parallel_degree": experts,
         "training.local_batch_size": local_batch,
         "checkpoint.interval": interval,
+        "optimizer.sharding": sharding,
     }
     if pipeline > 1:
         expected["parallelism.pipeline_parallel_schedule"] = "1F1B"
