@@ -7,11 +7,17 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.observability import structured_logger
+from torchtitan.tools.logging import logger
 
 from mula_titan.exit_codes import CONFIG, FatalFault
+from mula_titan.planner.warning import device_memory_warning
 from mula_titan.runtime.logs import set_up_logging
 from mula_titan.toml_config import ConfigError, load_config
 from mula_titan.validate import validate
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @record
@@ -26,12 +32,14 @@ def main(argv: list[str] | None = None) -> None:
     path = Path(words[0]) if words and not words[0].startswith("--") else None
     try:
         config, values = load_config(path, words[1:] if path else words)
-        validate(config, values, int(os.environ.get("WORLD_SIZE", "1")))
+        validate(config, values, _world_size())
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"mula-titan: {error}", file=sys.stderr)
         sys.exit(CONFIG)
 
+    if os.environ.get("RANK", "0") == "0" and (warning := device_memory_warning(config, _world_size())):
+        logger.warning(warning)
     structured_logger.init_structured_logger(
         source="training", output_dir=config.dump_folder, enable=config.debug.enable_structured_logging
     )
