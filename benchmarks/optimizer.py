@@ -7,14 +7,13 @@
     python benchmarks/optimizer.py update --device cuda     # one GPU; torch alone is enough; --offload: states on host
 
 ``count`` builds each model on the meta device as the trainer would, in a fake process group of all ranks, and adds up
-the sizes of the buffers and messages of the rank of each pipeline stage; the largest stage is shown. ``gloo`` takes the
-four optimizers in turns, round by round, and compares medians. ``update`` compares with a copy of as many bytes, after
-a few steps have been compared with torch.optim.AdamW on float32 parameters.
+the sizes of the buffers of the rank of each pipeline stage (mula_titan.planner); the largest stage is shown. ``gloo``
+takes the four optimizers in turns, round by round, and compares medians. ``update`` compares with a copy of as many
+bytes, after a few steps have been compared with torch.optim.AdamW on float32 parameters.
 """
 
 import argparse
 import json
-import math
 import os
 import statistics
 import sys
@@ -22,7 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +31,9 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 from mula_titan.components.optimizer_sharding import OptimizerMeshes, Owners, ShardedAdamW
+
+if TYPE_CHECKING:
+    from mula_titan.planner.sharded import Held
 
 # (pipeline, expert) degrees of arXiv 2604.00785's jobs.
 LAYOUTS = {
@@ -46,7 +48,6 @@ FSDP_SHARDS = {"mula_7b_a1b": 64}
 WORLDS = (384, 3072, 12288)
 SHARDINGS = ("fsdp", "so", "epso")
 TILE = 64e9  # bytes of one tile's memory
-BF16, FP32 = 2, 4
 
 
 # -- count ------------------------------------------------------------------------------------------------------------
@@ -54,142 +55,47 @@ BF16, FP32 = 2, 4
 
 @dataclass
 class Count:
-    """Bytes of one rank. Messages: what goes into reductions and comes out of gathers, all ranks' parts included."""
+    """One rank's bytes. Messages: what goes into reductions and comes out of gathers, all ranks' parts included."""
 
-    parameters: float
-    gradients: float
-    states: float
-    buffers: float
+    held: "Held"
     reduced: float
     gathered: float
-    collectives: int
-    formula_states: float
-    """12 bytes an element over the owners, without padding; fsdp: 8, since its weights are parameters."""
-
-    @property
-    def total(self) -> float:
-        """All that stays allocated during a step."""
-        return self.parameters + self.gradients + self.states + self.buffers
+    collectives: float
 
 
-def _stage_parts(flavor: str, world: int, sharding: str, stage: int) -> tuple[list[nn.Module], Any, Any]:
-    """Parts of the model on the first rank of a pipeline stage, parallelised, on the meta device."""
-    from torchtitan.distributed import ParallelDims
-    from torchtitan.distributed import utils as dist_utils
-
+def _layout(flavor: str, world: int, sharding: str) -> tuple[Any, Any]:
+    """Configuration and layout of one of the paper's jobs."""
     from mula_titan import config_registry
+    from mula_titan.planner.layout import Layout
 
     pp, ep = LAYOUTS[flavor]
     config = getattr(config_registry, flavor)()
-    config.optimizer.sharding, config.optimizer.implementation = sharding, "foreach"
-    config.compile.enable = False
-    config.parallelism.pipeline_parallel_degree = pp
-    config.parallelism.pipeline_parallel_schedule = "1F1B"
-    config.parallelism.expert_parallel_degree = ep
-    config.parallelism.data_parallel_shard_degree = world // pp
+    config.optimizer.sharding = sharding
+    p = config.parallelism
+    p.pipeline_parallel_degree, p.pipeline_parallel_schedule, p.expert_parallel_degree = pp, "1F1B", ep
     if sharding == "fsdp" and flavor in FSDP_SHARDS:
-        config.parallelism.data_parallel_shard_degree = FSDP_SHARDS[flavor]
-        config.parallelism.data_parallel_replicate_degree = world // FSDP_SHARDS[flavor]
-    config.training.local_batch_size = pp
-    config.training.seq_len = 2048
-    dist.init_process_group("fake", rank=stage * (world // pp), world_size=world)
-    dims = ParallelDims.from_config(config.parallelism, world)
-    dist_utils.set_spmd_backend("partial_dtensor")
-    dims.build_mesh()
-    spec = config.model_spec
-    spec.model.update_from_config(config=config)
-    with torch.device("meta"):
-        model = spec.model.build()
-    common: dict[str, Any] = {
-        "parallel_dims": dims,
-        "training": config.training,
-        "parallelism": config.parallelism,
-        "compile_config": config.compile,
-        "ac_config": config.activation_checkpoint,
-        "dump_folder": "",
-    }
-    if pp == 1:
-        return [spec.parallelize_fn(model, **common)], dims, config
-    _, parts, _, _ = spec.pipelining_fn(
-        model,
-        **common,
-        device=torch.device("cpu"),
-        model_config=spec.model,
-        parallelize_fn=spec.parallelize_fn,
-        loss_fn=config.loss.build(compile_config=config.compile),
-    )
-    return parts, dims, config
-
-
-def _count_sharded(parts: list[nn.Module], config: Any) -> Count:
-    (optimizer,) = config.optimizer.build(model_parts=parts)
-    held = {"parameters": 0, "gradients": 0, "states": 0, "buffers": 0}
-    reduced = gathered = collectives = 0
-    formula = 0.0
-    for bucket in optimizer.buckets:
-        for kind, tensors in bucket.tensors().items():
-            held[kind] += sum(t.numel() * t.itemsize for t in tensors)
-        formula += 12 * sum(slot.numel for slot in bucket.layout.slots) / bucket.layout.num_shards
-        if not bucket.alone:
-            reduced += bucket.grads.numel() * bucket.grads.itemsize
-            gathered += bucket.params.numel() * bucket.params.itemsize
-            collectives += 2
-        if bucket.owners.copies is not None:
-            reduced += bucket.grad_shard.numel() * bucket.grad_shard.itemsize
-            collectives += 1
-    return Count(**held, reduced=reduced, gathered=gathered, collectives=collectives + 1, formula_states=formula)
-
-
-def _count_fsdp(parts: list[nn.Module], pp: int) -> Count:
-    """fp32 shards; bf16 unsharded parameters and fp32 unsharded gradients while they are needed.
-
-    Without a pipeline two blocks are whole at a time (one is prefetched), and one block's gradients, and parameters are
-    gathered for the forward and for the backward; with a pipeline the stage stays whole over the micro-batches.
-    """
-    shard = whole = copies = 0
-    formula = 0.0
-    blocks: dict[str, int] = {}
-    groups = set()
-    for part in parts:
-        for name, p in part.named_parameters():
-            assert isinstance(p, DTensor)
-            # Even parts, the last one padded; EP and TP split the parameter itself.
-            axes = [i for i, axis in enumerate(p.device_mesh.mesh_dim_names or ()) if axis in ("fsdp", "efsdp")]
-            ranks = p.device_mesh.size(axes[0])
-            local = p.to_local().numel()
-            shard += local
-            whole += local * ranks
-            split = [p.device_mesh.size(i) for i, placement in enumerate(p.placements) if not placement.is_replicate()]
-            formula += 8 * p.numel() / math.prod(split)
-            copies += local if "dp_replicate" in (p.device_mesh.mesh_dim_names or ()) else 0
-            block = ".".join(name.split(".")[:2]) if name.startswith("layers.") else name
-            blocks[block] = blocks.get(block, 0) + local * ranks
-            groups.add((block, ranks))
-    largest = sorted(blocks.values())[-2:]
-    live = whole if pp > 1 else sum(largest)
-    live_gradients = whole if pp > 1 else largest[-1]
-    gathers = 1 if pp > 1 else 2
-    return Count(
-        parameters=shard * FP32,
-        gradients=shard * FP32,
-        states=shard * 2 * FP32,
-        buffers=live * BF16 + live_gradients * FP32,
-        reduced=(whole + copies) * FP32,
-        gathered=gathers * whole * BF16,
-        collectives=(gathers + 1 + bool(copies)) * len(groups),
-        formula_states=formula,
-    )
+        p.data_parallel_shard_degree = FSDP_SHARDS[flavor]
+        p.data_parallel_replicate_degree = world // FSDP_SHARDS[flavor]
+    config.training.local_batch_size, config.training.seq_len = pp, 2048
+    return config, Layout.from_config(config, world, "xpu")
 
 
 def count(flavor: str, world: int, sharding: str) -> Count:
-    """The largest pipeline stage's counts."""
-    pp, _ = LAYOUTS[flavor]
+    """The largest pipeline stage: buffers counted on the real model, messages of the planner, which equal its."""
+    from mula_titan.planner.count import counted
+    from mula_titan.planner.parameters import Inventory
+    from mula_titan.planner.sharded import sharded
+
+    config, layout = _layout(flavor, world, sharding)
+    inventory = Inventory(config, ep=layout.ep > 1, tp=False)
     results = []
-    for stage in range(pp):
-        parts, _, config = _stage_parts(flavor, world, sharding, stage)
-        results.append(_count_fsdp(parts, pp) if sharding == "fsdp" else _count_sharded(parts, config))
-        dist.destroy_process_group()
-    return max(results, key=lambda c: c.total)
+    for pp_rank in range(layout.pp):
+        held, _ = counted(config, layout, pp_rank)
+        _, messages = sharded(inventory, layout, pp_rank)
+        gathered = sum(m.bytes for m in messages if m.kind == "all_gather")
+        reduced = sum(m.bytes for m in messages if m.kind != "all_gather")
+        results.append(Count(held, reduced, gathered, sum(m.count for m in messages)))
+    return max(results, key=lambda c: c.held.total)
 
 
 def run_count(args: argparse.Namespace) -> None:
@@ -206,15 +112,15 @@ def run_count(args: argparse.Namespace) -> None:
         for world in WORLDS:
             for sharding in SHARDINGS:
                 c = rows[flavor, world, sharding] = count(flavor, world, sharding)
-                gb = [f"{x / 1e9:.3f}" for x in (c.states, c.formula_states)]
-                gb += [f"{x / 1e9:.2f}" for x in (c.parameters, c.gradients, c.buffers, c.total)]
-                print(
-                    f"| {flavor} | {world} | {sharding} | {' | '.join(gb)} | {100 * c.total / TILE:.0f} % |", flush=True
-                )
+                h = c.held
+                gb = [f"{x / 1e9:.3f}" for x in (h.states, h.ideal_states)]
+                gb += [f"{x / 1e9:.2f}" for x in (h.parameters, h.gradients, h.buffers, h.total)]
+                share = f"{100 * h.total / TILE:.0f} %"
+                print(f"| {flavor} | {world} | {sharding} | {' | '.join(gb)} | {share} |", flush=True)
     print("\n| model | ranks | sharding | into reductions GB | out of gathers GB | collectives |")
     print("|---|---|---|---|---|---|")
     for (flavor, world, sharding), c in rows.items():
-        moved = f"{c.reduced / 1e9:.2f} | {c.gathered / 1e9:.2f} | {c.collectives}"
+        moved = f"{c.reduced / 1e9:.2f} | {c.gathered / 1e9:.2f} | {c.collectives:.0f}"
         print(f"| {flavor} | {world} | {sharding} | {moved} |")
     if args.picture:
         _draw(rows, args.picture)
@@ -232,7 +138,7 @@ def _draw(rows: dict[tuple[str, int, str], Count], path: str) -> None:
         for i, sharding in enumerate(SHARDINGS):
             bottom = 0.0
             for kind, color in zip(kinds, ("#4c72b0", "#dd8452", "#55a868", "#b0b0b0"), strict=True):
-                value = getattr(rows[flavor, 384, sharding], kind) / 1e9
+                value = getattr(rows[flavor, 384, sharding].held, kind) / 1e9
                 axis.bar(i, value, bottom=bottom, color=color, label=kind if i == 0 else None)
                 bottom += value
         axis.set_xticks(range(len(SHARDINGS)), SHARDINGS)
