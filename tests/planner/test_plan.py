@@ -103,7 +103,9 @@ def test_layouts_survive_their_flags() -> None:
     from mula_titan.toml_config import load_config
 
     planner = Planner(small(), H200)
-    for layout in list(planner.candidates(8))[::17]:
+    layouts = list(planner.candidates(8))
+    assert {layout.stages_per_rank for layout in layouts} == {1, 2}
+    for layout in layouts[::17]:
         flags = [word for pair in layout.flags().split(" --") for word in (f"--{pair.removeprefix('--')}").split(" ")]
         flags += ["--training.seq_len", "128", "--training.global_batch_size", "64"]
         flags += ["--model.load_balance_per_layer", "true"]

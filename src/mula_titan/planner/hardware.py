@@ -109,9 +109,9 @@ class Hardware:
 
 
 def share(curve: Curve, x: float) -> float:
-    """A curve's value, linear in log x between its points and constant outside."""
+    """A curve's value, linear in log x between its points; constant above, and in proportion to x below."""
     if x <= curve[0][0]:
-        return curve[0][1]
+        return curve[0][1] * x / curve[0][0]  # half the rows take as long: weights and tiles are the limit
     for (x0, y0), (x1, y1) in itertools.pairwise(curve):
         if x <= x1:
             return y0 + (y1 - y0) * math.log(x / x0) / math.log(x1 / x0)

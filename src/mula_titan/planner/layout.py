@@ -144,11 +144,7 @@ class Layout:
         p.context_parallel_degree, p.tensor_parallel_degree, p.expert_parallel_degree = self.cp, self.tp, self.ep
         p.pipeline_parallel_first_stage_less_layers = self.first_less
         p.pipeline_parallel_last_stage_less_layers = self.last_less
-        if self.pp > 1 and self.stages_per_rank > 1:
-            layers = self.args.n_layers + self.first_less + self.last_less
-            p.pipeline_parallel_layers_per_stage = math.ceil(layers / self.num_stages)
-        elif self.pp > 1:
-            p.pipeline_parallel_layers_per_stage = None
+        p.pipeline_parallel_layers_per_stage = self.layers_per_stage
         p.pipeline_parallel_microbatch_size = self.micro_batch if self.pp > 1 else 1
         t.local_batch_size = self.micro_batch * self.num_micro_batches // self.passes
         t.global_batch_size = self.sequences_per_step if t.global_batch_size != -1 else -1
@@ -184,6 +180,13 @@ class Layout:
     def num_stages(self) -> int:
         """Pipeline stages, virtual ones included."""
         return self.pp * self.stages_per_rank
+
+    @property
+    def layers_per_stage(self) -> int | None:
+        """Value of ``pipeline_parallel_layers_per_stage`` that gives these stages; None: torchtitan's default does."""
+        if self.stages_per_rank <= 2:
+            return None
+        return math.ceil((self.args.n_layers + self.first_less + self.last_less) / self.num_stages)
 
     @property
     def tokens(self) -> int:
@@ -272,9 +275,7 @@ class Layout:
         if self.pp > 1:
             values["parallelism.pipeline_parallel_schedule"] = self.schedule
             values["parallelism.pipeline_parallel_microbatch_size"] = self.micro_batch
-            if self.stages_per_rank > 1:
-                layers = self.args.n_layers + self.first_less + self.last_less
-                values["parallelism.pipeline_parallel_layers_per_stage"] = math.ceil(layers / self.num_stages)
+            values["parallelism.pipeline_parallel_layers_per_stage"] = self.layers_per_stage or "none"
             values["parallelism.pipeline_parallel_first_stage_less_layers"] = self.first_less
             values["parallelism.pipeline_parallel_last_stage_less_layers"] = self.last_less
         return " ".join(f"--{key} {value}" for key, value in values.items())

@@ -156,8 +156,8 @@ class Planner:
     ) -> tuple[list[Plan], int]:
         """The fastest layouts that fit.
 
-        Layouts are planned in the order of :meth:`estimate`, until the estimates of the rest are a tenth
-        above the slowest one found.
+        Layouts are planned in the order of :meth:`estimate`, until the estimates of the rest, which are nearly always too
+        low, exceed the slowest one found.
 
         Args:
             world_size: ranks.
@@ -176,7 +176,7 @@ class Planner:
         for position, (seconds, _, layout) in enumerate(estimated):
             if progress is not None:
                 progress(position, len(estimated))
-            if len(found) == keep and seconds > 1.1 * found[-1].time.seconds:
+            if len(found) == keep and seconds > found[-1].time.seconds:
                 break
             try:
                 if not self.memory.fits(layout, self.hardware.usable_bytes):
@@ -207,7 +207,10 @@ def _node_sizes(hardware: Hardware) -> set[int]:
 
 
 def _fills(layout: Layout) -> bool:
-    """Whether each pipeline stage has a layer, and the schedule exists for so many micro-batches."""
+    """Whether torchtitan makes these stages, each has a layer, and the schedule takes so many micro-batches."""
+    layers = layout.args.n_layers + layout.first_less + layout.last_less
+    if layout.layers_per_stage and math.ceil(layers / layout.layers_per_stage) != layout.num_stages:
+        return False
     try:
         orders(layout.schedule, layout.pp, layout.stages_per_rank, layout.num_micro_batches)
         return all(layout.layers_of(stage) for stage in range(layout.num_stages))
