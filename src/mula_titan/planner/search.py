@@ -156,8 +156,8 @@ class Planner:
     ) -> tuple[list[Plan], int]:
         """The fastest layouts that fit.
 
-        Layouts are planned in the order of :meth:`estimate`, until the estimates of the rest, which are nearly always too
-        low, exceed the slowest one found.
+        Layouts are planned in the order of :meth:`estimate`, until the estimates of the rest exceed the slowest one
+        found; estimates are nearly always below what the plan then says.
 
         Args:
             world_size: ranks.
