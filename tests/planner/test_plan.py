@@ -102,12 +102,12 @@ def test_the_search_finds_what_trying_all_finds() -> None:
 def test_layouts_survive_their_flags() -> None:
     from mula_titan.toml_config import load_config
 
-    planner = Planner(small(), H200)
+    planner = Planner(small(model__n_layers=8), H200)
     layouts = list(planner.candidates(8))
     assert {layout.stages_per_rank for layout in layouts} == {1, 2}
-    for layout in layouts[::17]:
+    for layout in layouts[::23]:
         flags = [word for pair in layout.flags().split(" --") for word in (f"--{pair.removeprefix('--')}").split(" ")]
-        flags += ["--training.seq_len", "128", "--training.global_batch_size", "64"]
+        flags += ["--model.n_layers", "8", "--training.seq_len", "128", "--training.global_batch_size", "64"]
         flags += ["--model.load_balance_per_layer", "true"]
         config, _ = load_config("train_configs/mula_debug.toml", flags)
         again = Layout.from_config(config, 8, "cuda")
