@@ -91,9 +91,10 @@ def main() -> None:
         sys.exit(f"mula-titan {command}: {error}")
 
 
-def _launch_options(command: str, arguments: list[str]) -> tuple[LaunchOptions, list[str]]:
+def _parsed(command: str, options_class: type, arguments: list[str]) -> tuple[Any, list[str]]:
+    """A command's own options, and the words that are left: configuration keys."""
     return tyro.cli(
-        LaunchOptions,
+        options_class,
         prog=f"mula-titan {command}",
         description=COMMANDS[command],
         args=arguments,
@@ -113,7 +114,7 @@ def _loaded(options: LaunchOptions, flags: list[str]) -> Any:
 
 
 def _train(arguments: list[str]) -> None:
-    options, flags = _launch_options("train", arguments)
+    options, flags = _parsed("train", LaunchOptions, arguments)
     _loaded(options, flags)  # one message here instead of one from every rank
     from mula_titan.launch import run_ranks
 
@@ -124,13 +125,7 @@ def _preflight(arguments: list[str]) -> None:
     from mula_titan.launch import run_ranks
     from mula_titan.preflight import PreflightOptions
 
-    options, words = tyro.cli(
-        RankOptions,
-        prog="mula-titan preflight",
-        description=COMMANDS["preflight"],
-        args=arguments,
-        return_unknown_args=True,
-    )
+    options, words = _parsed("preflight", RankOptions, arguments)
     tyro.cli(PreflightOptions, prog="mula-titan preflight", args=words)  # one message for wrong flags
     sys.exit(run_ranks(["-m", "mula_titan.preflight", *words], **options.ranks()))
 
@@ -140,32 +135,20 @@ def _launch(arguments: list[str]) -> None:
     from mula_titan.toml_config import load_config
     from mula_titan.validate import validate
 
-    options, flags = tyro.cli(
-        JobOptions,
-        prog="mula-titan launch",
-        description=COMMANDS["launch"],
-        args=arguments,
-        return_unknown_args=True,
-    )
+    options, flags = _parsed("launch", JobOptions, arguments)
     validate(*load_config(options.config, flags), options.nodes * options.nproc)
     sys.exit(launch(options, flags))
 
 
 def _check(arguments: list[str]) -> None:
-    config = _loaded(*_launch_options("check", arguments))
+    config = _loaded(*_parsed("check", LaunchOptions, arguments))
     Console().print_json(data=config.to_dict())
 
 
 def _plan(arguments: list[str]) -> None:
     from mula_titan.planner.plan import PlanOptions, plan
 
-    options, flags = tyro.cli(
-        PlanOptions,
-        prog="mula-titan plan",
-        description=COMMANDS["plan"],
-        args=arguments,
-        return_unknown_args=True,
-    )
+    options, flags = _parsed("plan", PlanOptions, arguments)
     plan(options, flags)
 
 

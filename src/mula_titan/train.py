@@ -10,14 +10,9 @@ from torchtitan.observability import structured_logger
 from torchtitan.tools.logging import logger
 
 from mula_titan.exit_codes import CONFIG, FatalFault
-from mula_titan.planner.warning import device_memory_warning
 from mula_titan.runtime.logs import set_up_logging
 from mula_titan.toml_config import ConfigError, load_config
 from mula_titan.validate import validate
-
-
-def _world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @record
@@ -30,16 +25,20 @@ def main(argv: list[str] | None = None) -> None:
     set_up_logging()
     words = sys.argv[1:] if argv is None else argv
     path = Path(words[0]) if words and not words[0].startswith("--") else None
+    is_first, world_size = os.environ.get("RANK", "0") == "0", int(os.environ.get("WORLD_SIZE", "1"))
     try:
         config, values = load_config(path, words[1:] if path else words)
-        validate(config, values, _world_size())
+        validate(config, values, world_size)
     except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if is_first:
             print(f"mula-titan: {error}", file=sys.stderr)
         sys.exit(CONFIG)
 
-    if os.environ.get("RANK", "0") == "0" and (warning := device_memory_warning(config, _world_size())):
-        logger.warning(warning)
+    if is_first:
+        from mula_titan.planner.warning import device_memory_warning  # the other ranks need no planner
+
+        if warning := device_memory_warning(config, world_size):
+            logger.warning(warning)
     structured_logger.init_structured_logger(
         source="training", output_dir=config.dump_folder, enable=config.debug.enable_structured_logging
     )

@@ -94,6 +94,13 @@ class MulaArgs:
         """Width of one attention head."""
         return self.dim // self.n_heads
 
+    def dispatch_on(self, device_type: str) -> str:
+        """Expert dispatch on a type of device, ``auto`` resolved: ``all_to_all`` or ``all_gather``."""
+        if self.expert_dispatch != "auto":
+            return self.expert_dispatch
+        # xccl emulates uneven all-to-all with sends and receives, and older versions refuse empty messages.
+        return "all_gather" if device_type == "xpu" else "all_to_all"
+
     def problems(self) -> list[tuple[str, object, str]]:
         """Values that cannot work, as (field, value, what to do). Empty if the model is sound."""
         found: list[tuple[str, object, str]] = []

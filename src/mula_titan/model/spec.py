@@ -74,11 +74,7 @@ def _feed_forward(args: MulaArgs) -> FeedForward.Config:
 
 
 def _dispatcher(args: MulaArgs) -> AllToAllTokenDispatcher.Config | AllGatherTokenDispatcher.Config:
-    kind = args.expert_dispatch
-    if kind == "auto":
-        # xccl emulates uneven all-to-all with sends and receives, and older versions refuse empty messages.
-        kind = "all_gather" if select_device() == "xpu" else "all_to_all"
-    return DISPATCHERS[kind](num_experts=args.num_experts, top_k=args.top_k)
+    return DISPATCHERS[args.dispatch_on(select_device())](num_experts=args.num_experts, top_k=args.top_k)
 
 
 def _moe(args: MulaArgs) -> MulaMoE.Config:

@@ -30,6 +30,12 @@ def purpose_of(message: Message) -> str:
     return "norm" if message.kind == "all_reduce" and message.axis == "stage" else "gradients"
 
 
+def boundary_bytes(layout: Layout) -> float:
+    """What a rank sends to the next pipeline stage for one micro-batch."""
+    parts = layout.tp if layout.sequence_parallel else 1
+    return layout.tokens * layout.args.dim * BYTES[layout.param_dtype] / parts
+
+
 def block_messages(layout: Layout, imbalance: float) -> list[tuple[str, str, str, float, float]]:
     """(purpose, kind, axis, bytes, count) of one block's forward for one micro-batch.
 
@@ -80,6 +86,5 @@ def step_traffic(
         add(purpose, kind, axis, size * passes, count * passes)
     if layout.pp > 1:
         sent = sum((s > 0) + (s < layout.num_stages - 1) for s in layout.stages_of(pp_rank)) * layout.num_micro_batches
-        hidden = layout.tokens * layout.args.dim * BYTES[layout.param_dtype]
-        add("pipeline", "send", "pp", sent * hidden / (layout.tp if layout.sequence_parallel else 1), sent)
+        add("pipeline", "send", "pp", sent * boundary_bytes(layout), sent)
     return found

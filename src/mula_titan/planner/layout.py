@@ -132,7 +132,7 @@ class Layout:
             bucket_mib=o.bucket_mib,
             loss_chunks=config.loss.num_chunks if isinstance(config.loss, ChunkedLossWrapper.Config) else 1,
             compiled=config.compile.enable and "model" in config.compile.components,
-            dispatch=_dispatch(config.model, device_type),
+            dispatch=config.model.dispatch_on(device_type),
         )
 
     def applied_to(self, config: Any) -> Any:
@@ -146,7 +146,7 @@ class Layout:
         p.pipeline_parallel_last_stage_less_layers = self.last_less
         p.pipeline_parallel_layers_per_stage = self.layers_per_stage
         p.pipeline_parallel_microbatch_size = self.micro_batch if self.pp > 1 else 1
-        t.local_batch_size = self.micro_batch * self.num_micro_batches // self.passes
+        t.local_batch_size = self.local_batch_size
         t.global_batch_size = self.sequences_per_step if t.global_batch_size != -1 else -1
         config.optimizer.sharding = self.sharding
         mode: Any = AC_MODES[self.ac]
@@ -187,6 +187,16 @@ class Layout:
         if self.stages_per_rank <= 2:
             return None
         return math.ceil((self.args.n_layers + self.first_less + self.last_less) / self.num_stages)
+
+    @property
+    def micro_batches_per_pass(self) -> int:
+        """Micro-batches of one run of the pipeline schedule."""
+        return self.num_micro_batches // self.passes
+
+    @property
+    def local_batch_size(self) -> int:
+        """Sequences of a rank in one pass, as ``training.local_batch_size`` counts them."""
+        return self.micro_batch * self.num_micro_batches // self.passes
 
     @property
     def tokens(self) -> int:
@@ -268,7 +278,7 @@ class Layout:
             "parallelism.tensor_parallel_degree": self.tp,
             "parallelism.data_parallel_replicate_degree": self.dp_replicate,
             "parallelism.data_parallel_shard_degree": self.dp_shard,
-            "training.local_batch_size": self.micro_batch * self.num_micro_batches // self.passes,
+            "training.local_batch_size": self.local_batch_size,
             "activation_checkpoint.mode": self.ac,
             "optimizer.sharding": self.sharding,
         }
@@ -294,10 +304,3 @@ def _stages_per_rank(parallelism: Any, n_layers: int) -> int:
         layers = n_layers + p.pipeline_parallel_first_stage_less_layers + p.pipeline_parallel_last_stage_less_layers
         return math.ceil(layers / p.pipeline_parallel_layers_per_stage) // p.pipeline_parallel_degree
     return 1 if p.pipeline_parallel_schedule in SINGLE_STAGE else 2
-
-
-def _dispatch(args: MulaArgs, device_type: str) -> str:
-    """As :mod:`mula_titan.model.spec` chooses on that device."""
-    if args.expert_dispatch != "auto":
-        return args.expert_dispatch
-    return "all_gather" if device_type == "xpu" else "all_to_all"

@@ -93,7 +93,7 @@ class MemoryModel:
             (cost,) = costs.values()
             peak, live, flight = max(cost.forward_peak, cost.backward_peak), cost.held, 1
         else:
-            per_pass = layout.num_micro_batches // layout.passes
+            per_pass = layout.micro_batches_per_pass
             actions = orders(layout.schedule, layout.pp, layout.stages_per_rank, per_pass)[pp_rank]
             peak = peak_bytes(
                 actions,

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass, field
 
-from mula_titan.planner.communication import block_messages, purpose_of
+from mula_titan.planner.communication import block_messages, boundary_bytes, purpose_of
 from mula_titan.planner.hardware import Hardware
 from mula_titan.planner.layout import Layout
 from mula_titan.planner.memory import MemoryModel
 from mula_titan.planner.pipeline import orders, simulate
-from mula_titan.planner.sharded import BYTES, FP32
+from mula_titan.planner.sharded import FP32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,14 +144,11 @@ def step_time(
         # The chunked loss runs its backward inside the forward; either way a third is the forward's.
         forward.append(blocks * (block.compute + block.messages) + (head / 3 if last else 0.0))
         backward.append(blocks * block.backward(layout.ac) + (2 * head / 3 if last else 0.0))
-    hidden = (
-        layout.tokens * layout.args.dim * BYTES[layout.param_dtype] / (layout.tp if layout.sequence_parallel else 1)
-    )
     if layout.pp > 1:
         group = layout.group("pp", hardware.ranks_per_node)
-        per_pass = layout.num_micro_batches // layout.passes
+        per_pass = layout.micro_batches_per_pass
         order = orders(layout.schedule, layout.pp, layout.stages_per_rank, per_pass)
-        run = simulate(order, forward, backward, hardware.collective("send", hidden, group))
+        run = simulate(order, forward, backward, hardware.collective("send", boundary_bytes(layout), group))
         pipeline, bubble = run.seconds * layout.passes, run.bubble
         busiest = max(range(layout.pp), key=run.busy.__getitem__)
     else:
