@@ -2,7 +2,6 @@
 
 import faulthandler
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,12 +17,6 @@ TIMEOUT = timedelta(seconds=120)
 
 Case = tuple[str, Any]
 """Name and argument of one case."""
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def _rank_main(
@@ -42,7 +35,8 @@ def _rank_main(
     device_type = select_device()
     if device_type != "cpu":
         torch.accelerator.set_device_index(rank)
-    dist.init_process_group(BACKENDS[device_type], timeout=TIMEOUT)
+    store = dist.TCPStore("127.0.0.1", port, timeout=TIMEOUT)
+    dist.init_process_group(BACKENDS[device_type], store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     for name, argument in cases:
         try:
             result = function(argument)
@@ -60,7 +54,8 @@ def run_on_ranks(world: int, function: Callable[[Any], Any], cases: list[Case], 
         Results by case, a list over ranks. A rank whose function raised gives the traceback as a string.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    arguments = (world, _free_port(), function, cases, str(folder))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # takes a free port and holds it
+    arguments = (world, store.port, function, cases, str(folder))
     death = "the ranks ended before this case"
     # torch and torchtitan are imported once, in the server that the ranks are forked from.
     mp.set_forkserver_preload([function.__module__])

@@ -1,5 +1,6 @@
 """Preemption on any one rank ends all of them at one saved step; ranks that differ are refused at the start."""
 
+import contextlib
 import signal
 import time
 from pathlib import Path
@@ -125,29 +126,22 @@ def test_odd_ranks_are_named() -> None:
 def configured_differently(folder: Path) -> Any:
     """A case whose configuration or data depends on the rank."""
     rank = dist.get_rank()
-    if folder.name == "data":
-        data = folder / f"tokens-of-{rank}.npy"
-        data.write_bytes(Path(write_tokens(folder)).read_bytes())
-        if rank:
-            content = bytearray(data.read_bytes())
-            content[-4] ^= 1
-            data.write_bytes(content)
-        (folder / f"{rank}").mkdir(exist_ok=True)
-        data = data.rename(folder / f"{rank}" / "tokens.npy")
-        # The same path on both hosts, as a node's own disk would have it.
-        import os
-
-        os.chdir(folder / f"{rank}")
-        return run(
-            Case("tokens.npy", folder / "run", {"hf_assets_path": str(Path(__file__).parents[2] / "assets/tokenizer")})
-        )
-    return run(Case(write_tokens(folder), folder / "run", {"optimizer.lr": 1e-3 * (1 + rank)}))
+    flags: dict[str, Any] = {"hf_assets_path": str(Path(__file__).parents[2] / "assets/tokenizer")}
+    if folder.name == "configuration":
+        flags["optimizer.lr"] = 1e-3 * (1 + rank)
+    # The same path on both hosts, as a node's own disk would have it.
+    with contextlib.chdir(folder / f"{rank}"):
+        return run(Case("tokens.npy", folder / "run", flags))
 
 
 def test_other_configuration_and_data_are_refused(tmp_path: Path) -> None:
     cases = [(kind, tmp_path / kind) for kind in ("configuration", "data")]
-    for _, path in cases:
-        path.mkdir()
+    content = Path(write_tokens(tmp_path)).read_bytes()
+    for kind, path in cases:
+        for rank in range(2):
+            (path / f"{rank}").mkdir(parents=True)
+            odd = kind == "data" and rank == 1
+            (path / f"{rank}" / "tokens.npy").write_bytes(content[:-4] + b"\1\0\0\0" if odd else content)
     for kind, ranks in run_on_ranks(2, configured_differently, cases, tmp_path / "ranks").items():
         for rank in ranks:
             assert not isinstance(rank, str), rank
