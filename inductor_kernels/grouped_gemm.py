@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from .configs import GemmConfig, num_programs
-from .launch import launch
+from .launch import cdiv, launch
 from .plan import Plan
 
 
@@ -71,11 +71,13 @@ def _pair_operand(
     COLS: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
+    HALVES: tl.constexpr,
     SWAPPED: tl.constexpr,
     DESC: tl.constexpr,
 ):
-    """What `_load_pair` reads: two weights of one shape, the second `stride` elements from the first, as one operand.
+    """Two weights of one shape, the second `stride` elements from the first, as one operand.
 
+    For `_load_half` (HALVES = 1: a block of either) or `_load_both` (HALVES = 2: the same block of both).
     A descriptor's strides can't be negative: where the second weight lies before the first, it comes first (SWAPPED).
     """
     if DESC:
@@ -84,14 +86,14 @@ def _pair_operand(
             base = ptr + stride
             stride = -stride
         return tl.make_tensor_descriptor(
-            base, shape=[2, E, ROWS, COLS], strides=[stride, ROWS * COLS, COLS, 1], block_shape=[1, 1, BR, BC]
+            base, shape=[2, E, ROWS, COLS], strides=[stride, ROWS * COLS, COLS, 1], block_shape=[HALVES, 1, BR, BC]
         )
     else:
         return ptr
 
 
 @triton.jit
-def _load_pair(
+def _load_half(
     operand,
     stride,
     half,
@@ -112,6 +114,34 @@ def _load_pair(
         return operand.load([half, e, row, col]).reshape(BR, BC)
     else:
         return _load_weight(operand + half * stride, e, row, col, ROWS, COLS, BR, BC, False)
+
+
+@triton.jit
+def _load_both(
+    operand,
+    stride,
+    e,
+    row,
+    col,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    DESC: tl.constexpr,
+):
+    """(2 BR, BC): the same block of expert e of both weights, one below the other; zero outside ROWS x COLS.
+
+    The second weight is on top where it lies before the first in memory (SWAPPED) and descriptors are used.
+    """
+    if DESC:
+        return operand.load([0, e, row, col]).reshape(2 * BR, BC)
+    else:
+        index = tl.arange(0, 2 * BR)
+        rows = row + index % BR
+        cols = col + tl.arange(0, BC)
+        first = operand + e.to(tl.int64) * ROWS * COLS + (index // BR).to(tl.int64) * stride
+        ptrs = first[:, None] + rows.to(tl.int64)[:, None] * COLS + cols[None, :]
+        return tl.load(ptrs, mask=(rows < ROWS)[:, None] & (cols < COLS)[None, :], other=0.0)
 
 
 @triton.jit
@@ -189,6 +219,21 @@ def _scatter_rows(ptr, rows, col, value, COLS: tl.constexpr, STRIDE: tl.constexp
 
 
 @triton.jit
+def _fill_missing(slot_of_pick_ptr, out_ptr, T, COLS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """For K = 1, where a GEMM scatters straight to tokens: rows of tokens without slot, dealt to the programs.
+
+    Zero, or NaN where `max_rows` left the token out.
+    """
+    for start in range(tl.program_id(0) * BR, T, tl.num_programs(0) * BR):
+        tokens = start + tl.arange(0, BR)
+        slots = tl.load(slot_of_pick_ptr + tokens, mask=tokens < T, other=0)
+        if tl.min(slots, axis=0) < 0:
+            fill = tl.zeros((BR, BC), tl.float32) + tl.where(slots == -2, float("nan"), 0.0)[:, None]
+            for col in range(0, COLS, BC):
+                _scatter_rows(out_ptr, tokens, col, fill, COLS, COLS, BC, slots < 0)
+
+
+@triton.jit
 def _split_columns(value, BM: tl.constexpr, BN: tl.constexpr):
     """Left and right half of a (BM, BN) block, without leaving the registers."""
     return value.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
@@ -212,9 +257,9 @@ def _gate_up_kernel(
     expert_of_tile_ptr,
     slots_in_use_ptr,
     w1_ptr,
-    w3_ptr,
     h_ptr,
     gate_up_ptr,
+    w3_minus_w1,
     E,
     R,
     K: tl.constexpr,
@@ -226,6 +271,7 @@ def _gate_up_kernel(
     GROUP_M: tl.constexpr,
     GATHER: tl.constexpr,
     SAVE: tl.constexpr,
+    SWAPPED: tl.constexpr,
     DESC: tl.constexpr,
     STORE_DESC: tl.constexpr,
     FLATTEN: tl.constexpr,
@@ -233,8 +279,7 @@ def _gate_up_kernel(
 ):
     num_m = tl.load(slots_in_use_ptr) // BM
     num_n: tl.constexpr = (F + BN - 1) // BN
-    w1 = _weight_operand(w1_ptr, E, F, D, BN, BK, DESC)
-    w3 = _weight_operand(w3_ptr, E, F, D, BN, BK, DESC)
+    w13 = _pair_operand(w1_ptr, w3_minus_w1, E, F, D, BN, BK, 2, SWAPPED, DESC)
     if not GATHER:
         x = _rows_operand(x_ptr, R, D, D, BM, BK, DESC)
     h_out = _rows_operand(h_ptr, R, F, F, BM, BN, STORE_DESC)
@@ -247,20 +292,19 @@ def _gate_up_kernel(
         rows = m * BM + tl.arange(0, BM)
         if GATHER:
             picks = tl.load(pick_of_slot_ptr + rows)
-        gate = tl.zeros((BM, BN), tl.float32)
-        up = tl.zeros((BM, BN), tl.float32)
+        acc = tl.zeros((BM, 2 * BN), tl.float32)
         for k in tl.range(0, D, BK):
             if GATHER:  # noqa: SIM108
                 a = _gather_rows(x_ptr, picks, k, K, D, BK)
             else:
                 a = _load_rows(x, m * BM, k, D, D, BM, BK, DESC)
-            b1 = _load_weight(w1, e, n * BN, k, F, D, BN, BK, DESC)
-            b3 = _load_weight(w3, e, n * BN, k, F, D, BN, BK, DESC)
-            gate = tl.dot(a, b1.T, gate, input_precision=PRECISION)
-            up = tl.dot(a, b3.T, up, input_precision=PRECISION)
+            b = _load_both(w13, w3_minus_w1, e, n * BN, k, F, D, BN, BK, DESC)
+            acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
         # Backward recomputes h from the stored pre-activations: round them first so that both see the same h.
-        gate = gate.to(h_ptr.dtype.element_ty)
-        up = up.to(h_ptr.dtype.element_ty)
+        if DESC and SWAPPED:
+            up, gate = _split_columns(acc.to(h_ptr.dtype.element_ty), BM, 2 * BN)
+        else:
+            gate, up = _split_columns(acc.to(h_ptr.dtype.element_ty), BM, 2 * BN)
         if SAVE:
             _store_rows(gate_out, m * BM, n * BN, gate, F, 2 * F, BM, BN, STORE_DESC)
             _store_rows(up_out, m * BM, n * BN, up, F, 2 * F, BM, BN, STORE_DESC)
@@ -272,12 +316,14 @@ def _gate_up_kernel(
 @triton.jit
 def _down_kernel(
     h_ptr,
+    slot_of_pick_ptr,
     pick_of_slot_ptr,
     expert_of_tile_ptr,
     slots_in_use_ptr,
     weights_ptr,
     w2_ptr,
     out_ptr,
+    T,
     E,
     R,
     D: tl.constexpr,
@@ -295,7 +341,9 @@ def _down_kernel(
     num_m = tl.load(slots_in_use_ptr) // BM
     num_n: tl.constexpr = (D + BN - 1) // BN
     h = _rows_operand(h_ptr, R, F, F, BM, BK, DESC)
-    if not SCATTER:
+    if SCATTER:
+        _fill_missing(slot_of_pick_ptr, out_ptr, T, D, BM, BN)
+    else:
         out = _rows_operand(out_ptr, R, D, D, BM, BN // 2, STORE_DESC)
     w2 = _weight_operand(w2_ptr, E, D, F, BN, BK, DESC)
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
@@ -366,12 +414,14 @@ def _down_backward_kernel(
 @triton.jit
 def _gate_up_backward_kernel(
     dgate_up_ptr,
+    slot_of_pick_ptr,
     pick_of_slot_ptr,
     expert_of_tile_ptr,
     slots_in_use_ptr,
     w1_ptr,
     dx_ptr,
     w3_minus_w1,
+    T,
     E,
     R,
     D: tl.constexpr,
@@ -390,10 +440,12 @@ def _gate_up_backward_kernel(
     num_m = tl.load(slots_in_use_ptr) // BM
     num_n: tl.constexpr = (D + BN - 1) // BN
     dgate_up = _rows_operand(dgate_up_ptr, R, 2 * F, 2 * F, BM, BK, DESC)
-    if not SCATTER:
+    if SCATTER:
+        _fill_missing(slot_of_pick_ptr, dx_ptr, T, D, BM, BN)
+    else:
         dx = _rows_operand(dx_ptr, R, D, D, BM, BN // 2, STORE_DESC)
     num_k: tl.constexpr = (F + BK - 1) // BK
-    w13 = _pair_operand(w1_ptr, w3_minus_w1, E, F, D, BK, BN, SWAPPED, DESC)
+    w13 = _pair_operand(w1_ptr, w3_minus_w1, E, F, D, BK, BN, 1, SWAPPED, DESC)
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
         m, n = _tile_coordinates(tile, num_m, num_n, GROUP_M)
         e = tl.load(expert_of_tile_ptr + m)
@@ -404,7 +456,7 @@ def _gate_up_backward_kernel(
             half = i // num_k
             k = (i % num_k) * BK
             a = _load_rows(dgate_up, m * BM, half * F + k, 2 * F, 2 * F, BM, BK, DESC)
-            b = _load_pair(w13, w3_minus_w1, half, e, k, n * BN, F, D, BK, BN, SWAPPED, DESC)
+            b = _load_half(w13, w3_minus_w1, half, e, k, n * BN, F, D, BK, BN, SWAPPED, DESC)
             acc = tl.dot(a, b, acc, input_precision=PRECISION)
         if SCATTER:
             picks = tl.load(pick_of_slot_ptr + m * BM + tl.arange(0, BM))
@@ -488,7 +540,7 @@ def _weight_grad_kernel(
 
 def _descriptors_fit(*tensors: torch.Tensor) -> bool:
     """Tensor descriptors need 16-byte aligned bases and rows."""
-    return all(t.shape[-1] * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in tensors)
+    return not any(t.shape[-1] * t.element_size() % 16 or t.data_ptr() % 16 for t in tensors)
 
 
 def _precision(tensor: torch.Tensor) -> str:
@@ -497,7 +549,7 @@ def _precision(tensor: torch.Tensor) -> str:
 
 
 def _grid(device: torch.device, max_tiles: int) -> tuple[int]:
-    return (min(num_programs(device) or max_tiles, max_tiles),)
+    return (max(1, min(num_programs(device) or max_tiles, max_tiles)),)
 
 
 def _launch_options(config: GemmConfig, *tensors: torch.Tensor) -> dict[str, Any]:
@@ -515,6 +567,18 @@ def _launch_options(config: GemmConfig, *tensors: torch.Tensor) -> dict[str, Any
     }
 
 
+def _distance(w1_EFD: torch.Tensor, w3_EFD: torch.Tensor) -> int:
+    """Elements from the first weight to the second: the outer stride of the two as one operand."""
+    return (w3_EFD.data_ptr() - w1_EFD.data_ptr()) // w1_EFD.element_size()
+
+
+def _pair_options(config: GemmConfig, distance: int, *tensors: torch.Tensor) -> dict[str, Any]:
+    options = _launch_options(config, *tensors)
+    # Tensor descriptors on Hopper take strides below 2^40 bytes.
+    options["DESC"] &= abs(distance) * tensors[-1].element_size() < 2**40
+    return options
+
+
 def gate_up(
     x_TD: torch.Tensor,
     w1_EFD: torch.Tensor,
@@ -529,7 +593,8 @@ def gate_up(
     K = plan.slot_of_pick_TK.shape[1]
     h_RF = x_TD.new_empty(R, F)
     gate_up_R2F = x_TD.new_empty(R if save else 0, 2 * F)
-    tiles = plan.expert_of_tile_M.shape[0] * triton.cdiv(F, config.block_n)
+    distance = _distance(w1_EFD, w3_EFD)
+    tiles = plan.expert_of_tile_M.shape[0] * cdiv(F, config.block_n)
     launch(
         _gate_up_kernel,
         _grid(x_TD.device, tiles),
@@ -538,9 +603,9 @@ def gate_up(
         plan.expert_of_tile_M,
         plan.segment_E1[E:],
         w1_EFD,
-        w3_EFD,
         h_RF,
         gate_up_R2F,
+        distance,
         E,
         R,
         K=K,
@@ -548,7 +613,8 @@ def gate_up(
         F=F,
         GATHER=config.gather,
         SAVE=save,
-        **_launch_options(config, x_TD, w1_EFD, w3_EFD),
+        SWAPPED=distance < 0,
+        **_pair_options(config, distance, x_TD, w1_EFD, w3_EFD),
     )
     return h_RF, gate_up_R2F
 
@@ -556,22 +622,24 @@ def gate_up(
 def down(
     h_RF: torch.Tensor, w2_EDF: torch.Tensor, weights_TK: torch.Tensor, plan: Plan, config: GemmConfig
 ) -> torch.Tensor:
-    """y = h W2^T in slot order; for K = 1 times the routing weight, in token order (tokens without slot unwritten)."""
+    """y = h W2^T in slot order; for K = 1 times the routing weight, in token order."""
     E, D, F = w2_EDF.shape
     T, K = weights_TK.shape
     R = h_RF.shape[0]
     out = h_RF.new_empty(T if K == 1 else R, D)
-    tiles = plan.expert_of_tile_M.shape[0] * triton.cdiv(D, config.block_n)
+    tiles = plan.expert_of_tile_M.shape[0] * cdiv(D, config.block_n)
     launch(
         _down_kernel,
         _grid(h_RF.device, tiles),
         h_RF,
+        plan.slot_of_pick_TK,
         plan.pick_of_slot_R,
         plan.expert_of_tile_M,
         plan.segment_E1[E:],
         weights_TK,
         w2_EDF,
         out,
+        T,
         E,
         R,
         D=D,
@@ -587,7 +655,7 @@ def down_backward(dout: torch.Tensor, w2_EDF: torch.Tensor, plan: Plan, config: 
     E, D, F = w2_EDF.shape
     R = plan.pick_of_slot_R.shape[0]
     dh_RF = dout.new_empty(R, F)
-    tiles = plan.expert_of_tile_M.shape[0] * triton.cdiv(F, config.block_n)
+    tiles = plan.expert_of_tile_M.shape[0] * cdiv(F, config.block_n)
     launch(
         _down_backward_kernel,
         _grid(dout.device, tiles),
@@ -611,33 +679,32 @@ def down_backward(dout: torch.Tensor, w2_EDF: torch.Tensor, plan: Plan, config: 
 def gate_up_backward(
     dgate_up_R2F: torch.Tensor, w1_EFD: torch.Tensor, w3_EFD: torch.Tensor, plan: Plan, config: GemmConfig
 ) -> torch.Tensor:
-    """dx = dgate W1 + dup W3 in slot order; for K = 1 in token order (tokens without slot unwritten)."""
+    """dx = dgate W1 + dup W3 in slot order; for K = 1 in token order."""
     E, F, D = w1_EFD.shape
     T, K = plan.slot_of_pick_TK.shape
     R = dgate_up_R2F.shape[0]
     dx = dgate_up_R2F.new_empty(T if K == 1 else R, D)
-    w3_minus_w1 = (w3_EFD.data_ptr() - w1_EFD.data_ptr()) // w1_EFD.element_size()
-    options = _launch_options(config, dgate_up_R2F, w1_EFD, w3_EFD)
-    # Tensor descriptors on Hopper take strides below 2^40 bytes.
-    options["DESC"] &= abs(w3_minus_w1) * w1_EFD.element_size() < 2**40
-    tiles = plan.expert_of_tile_M.shape[0] * triton.cdiv(D, config.block_n)
+    distance = _distance(w1_EFD, w3_EFD)
+    tiles = plan.expert_of_tile_M.shape[0] * cdiv(D, config.block_n)
     launch(
         _gate_up_backward_kernel,
         _grid(dx.device, tiles),
         dgate_up_R2F,
+        plan.slot_of_pick_TK,
         plan.pick_of_slot_R,
         plan.expert_of_tile_M,
         plan.segment_E1[E:],
         w1_EFD,
         dx,
-        w3_minus_w1,
+        distance,
+        T,
         E,
         R,
         D=D,
         F=F,
         SCATTER=K == 1,
-        SWAPPED=w3_minus_w1 < 0,
-        **options,
+        SWAPPED=distance < 0,
+        **_pair_options(config, distance, dgate_up_R2F, w1_EFD, w3_EFD),
     )
     return dx
 
@@ -657,7 +724,7 @@ def gate_up_weight_grad(
     """
     E, F, D = dw1_EFD.shape
     width = x.shape[1]
-    tiles = 2 * E * triton.cdiv(F, config.block_m) * triton.cdiv(width, config.block_n)
+    tiles = 2 * E * cdiv(F, config.block_m) * cdiv(width, config.block_n)
     launch(
         _weight_grad_kernel,
         _grid(x.device, tiles),
@@ -688,7 +755,7 @@ def down_weight_grad(
     E = plan.segment_E1.shape[0] - 1
     D, F = dout_TD.shape[1], weighted_h_RF.shape[1]
     dw2_EDF = dout_TD.new_empty(E, D, F)
-    tiles = E * triton.cdiv(D, config.block_m) * triton.cdiv(F, config.block_n)
+    tiles = E * cdiv(D, config.block_m) * cdiv(F, config.block_n)
     launch(
         _weight_grad_kernel,
         _grid(dout_TD.device, tiles),

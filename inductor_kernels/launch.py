@@ -7,15 +7,28 @@ from typing import Any
 import torch
 from triton.runtime.jit import JITFunction
 
-_compiled: dict[tuple, Any] = {}
-_constant_names: dict[Any, list[str]] = {}
+_compiled: dict[tuple, tuple[Any, list]] = {}
 
 
-def _trait(arg: Any) -> Any:
+def cdiv(a: int, b: int) -> int:
+    """Rounded up; triton's own also works inside kernels and costs ten times as much."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _traits(args: tuple[torch.Tensor | int, ...]) -> list[Any]:
     """What triton specialises a kernel on: dtype and alignment of pointers; value 1, divisibility and width of ints."""
-    if isinstance(arg, torch.Tensor):
-        return arg.dtype, arg.data_ptr() % 16 == 0
-    return arg == 1, arg % 16 == 0, -(2**31) <= arg < 2**31
+    traits: list[Any] = []
+    for arg in args:
+        if type(arg) is int:
+            traits.append((arg == 1) + 2 * (arg % 16 == 0) + 4 * (-(2**31) <= arg < 2**31))
+        else:
+            traits.append(arg.dtype)  # type: ignore[union-attr]
+            traits.append(arg.data_ptr() % 16 == 0)  # type: ignore[union-attr]
+    return traits
 
 
 def launch(
@@ -24,20 +37,19 @@ def launch(
     """`kernel[grid](*args, **constants, num_warps=..., num_stages=...)`, remembering the compiled kernel.
 
     Args:
-        args: all runtime arguments, in the kernel's order, before its constexpr parameters.
+        args: all runtime arguments, in the kernel's order, before its constexpr parameters; the first is a tensor.
         constants: all constexpr parameters, by name.
     """
     if not isinstance(kernel, JITFunction):  # the interpreter compiles nothing
         kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
         return
-    names = _constant_names.get(kernel)
-    if names is None:
-        names = _constant_names[kernel] = kernel.arg_names[len(args) :]
-    values = [constants[name] for name in names]
-    device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
-    key = (kernel, device, num_warps, num_stages, *values, *map(_trait, args))
-    compiled = _compiled.get(key)
-    if compiled is None:
-        _compiled[key] = kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
+    # id: a kernel lives as long as its module, and its own hash is slow.
+    key = (id(kernel), args[0].get_device(), num_warps, num_stages, *constants.values(), *_traits(args))  # type: ignore[union-attr]
+    known = _compiled.get(key)
+    if known is None:
+        values = [constants[name] for name in kernel.arg_names[len(args) :]]
+        compiled = kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
+        _compiled[key] = compiled, values
     else:
-        compiled[(*grid, 1, 1)[:3]](*args, *values)
+        compiled, values = known
+        compiled[grid if len(grid) == 3 else (*grid, 1, 1)[:3]](*args, *values)

@@ -5,13 +5,17 @@ Importing this module imports triton.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import triton
 
 from . import grouped_gemm
 from .configs import GemmConfig, layer_config
 from .index import build_plan
-from .permute import combine, fill_missing, gather
+from .launch import cdiv
+from .permute import combine, gather
 from .plan import Plan
 from .swiglu import swiglu_backward
 
@@ -21,14 +25,15 @@ _MAX_COPY_BYTES = 320 * 2**20
 """Bound on the gathered copy that is alive beside all weight gradients, where the layer's memory peaks."""
 
 
-def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+@functools.cache
+def _scratch(device: torch.device) -> Callable[[int, int, int | None], torch.Tensor]:
     """Memory for the tensor descriptors that kernels make, from the caching allocator."""
-    return torch.empty(size, dtype=torch.int8, device=torch.accelerator.current_accelerator())
+    return lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device)
 
 
-def provide_scratch() -> None:
+def provide_scratch(device: torch.device) -> None:
     """Triton keeps its allocator in a context variable, which autograd's own threads don't inherit: set it per call."""
-    triton.set_allocator(_scratch)
+    triton.set_allocator(_scratch(device))
 
 
 def _rows(x_TD: torch.Tensor, plan: Plan, config: GemmConfig) -> torch.Tensor:
@@ -48,8 +53,8 @@ def _gate_up_weight_grad(
     D = x_TD.shape[1]
     width = D
     if not config.gather:
-        chunks = triton.cdiv(plan.pick_of_slot_R.shape[0] * D * x_TD.element_size(), _MAX_COPY_BYTES)
-        width = triton.cdiv(triton.cdiv(D, chunks), config.block_n) * config.block_n
+        chunks = cdiv(plan.pick_of_slot_R.shape[0] * D * x_TD.element_size(), _MAX_COPY_BYTES)
+        width = cdiv(cdiv(D, chunks), config.block_n) * config.block_n
     for column in range(0, D, width):
         x = _rows(x_TD[:, column : column + width], plan, config)
         grouped_gemm.gate_up_weight_grad(dgate_up_R2F, x, dw1_EFD, dw3_EFD, column, plan, config)
@@ -66,14 +71,12 @@ def forward(
     save: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `reference.forward`. Without `save`, gate_up_R2F is empty."""
-    provide_scratch()
+    provide_scratch(x_TD.device)
     config = layer_config(x_TD.device, x_TD.dtype, w2_EDF.shape[1], w2_EDF.shape[2])
     x = _rows(x_TD, plan, config.gate_up)
     h_RF, gate_up_R2F = grouped_gemm.gate_up(x, w1_EFD, w3_EFD, plan, config.gate_up, save)
     out = grouped_gemm.down(h_RF, w2_EDF, weights_TK, plan, config.down)
-    if weights_TK.shape[1] == 1:
-        fill_missing(out, plan)
-    else:
+    if weights_TK.shape[1] > 1:
         out = combine(out, plan, weights_TK)
     return out, gate_up_R2F
 
@@ -90,7 +93,7 @@ def backward(
     overwrite: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `reference.backward`. The order of the steps keeps few row tensors alive at once."""
-    provide_scratch()
+    provide_scratch(x_TD.device)
     config = layer_config(x_TD.device, x_TD.dtype, w2_EDF.shape[1], w2_EDF.shape[2])
     dout = _rows(dout_TD, plan, config.down_backward)
     dh_RF = grouped_gemm.down_backward(dout, w2_EDF, plan, config.down_backward)
@@ -101,9 +104,7 @@ def backward(
     dw2_EDF = grouped_gemm.down_weight_grad(dout, weighted_h_RF, plan, config.down_weight_grad)
     del dout, dh_RF, weighted_h_RF
     dx = grouped_gemm.gate_up_backward(dgate_up_R2F, w1_EFD, w3_EFD, plan, config.gate_up_backward)
-    if weights_TK.shape[1] == 1:
-        fill_missing(dx, plan)
-    else:
+    if weights_TK.shape[1] > 1:
         dx = combine(dx, plan, None)
     dw1_EFD, dw3_EFD = torch.empty_like(w1_EFD), torch.empty_like(w3_EFD)
     _gate_up_weight_grad(dgate_up_R2F, x_TD, dw1_EFD, dw3_EFD, plan, config.gate_up_weight_grad)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
+from .launch import cdiv, launch, next_power_of_2
 from .plan import Plan
 
 
@@ -75,22 +75,12 @@ def _combine_kernel(
     tl.store(out_ptr + token * D + cols, acc.to(out_ptr.dtype.element_ty), mask=in_D)
 
 
-@triton.jit
-def _fill_missing_kernel(slot_of_pick_ptr, out_ptr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_of_pick_ptr + token)
-    if slot < 0:
-        cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-        fill = tl.full((BLOCK_D,), 0.0, tl.float32) + tl.where(slot == -2, float("nan"), 0.0)
-        tl.store(out_ptr + token * D + cols, fill.to(out_ptr.dtype.element_ty), mask=cols < D)
-
-
 def _column_blocks(D: int) -> tuple[int, int]:
     """Block width and count: the widest power of two up to 2048 that divides D, else 1024 with a masked tail."""
     block = min(D & -D, 2048)
     if block < 512:
-        block = min(1024, triton.next_power_of_2(D))
-    return block, triton.cdiv(D, block)
+        block = min(1024, next_power_of_2(D))
+    return block, cdiv(D, block)
 
 
 def gather(x_TD: torch.Tensor, plan: Plan) -> torch.Tensor:
@@ -139,17 +129,3 @@ def combine(rows_RD: torch.Tensor, plan: Plan, weights_TK: torch.Tensor | None) 
         num_warps=4,
     )
     return out_TD
-
-
-def fill_missing(out_TD: torch.Tensor, plan: Plan) -> None:
-    """For K = 1, where the GEMM scatters straight to tokens: write the rows of tokens that have no slot."""
-    block, num_blocks = _column_blocks(out_TD.shape[1])
-    launch(
-        _fill_missing_kernel,
-        (out_TD.shape[0], num_blocks),
-        plan.slot_of_pick_TK,
-        out_TD,
-        D=out_TD.shape[1],
-        BLOCK_D=block,
-        num_warps=4,
-    )

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
+from .launch import launch, next_power_of_2
 from .plan import Plan
 
 
@@ -22,12 +22,20 @@ def _swiglu_backward_kernel(
     dgate_up_ptr,
     weights_ptr,
     dweights_ptr,
+    slot_of_pick_ptr,
     pick_of_slot_ptr,
     slots_in_use_ptr,
+    num_picks,
     F: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
+    # Picks without a slot get their zero from the first programs: no launch to clear the whole tensor.
+    program = tl.program_id(0).to(tl.int64)
+    for start in range(program * 128, num_picks, tl.num_programs(0).to(tl.int64) * 128):
+        others = start + tl.arange(0, 128)
+        slot = tl.load(slot_of_pick_ptr + others, mask=others < num_picks, other=0)
+        tl.store(dweights_ptr + others, tl.zeros((128,), dweights_ptr.dtype.element_ty), mask=slot < 0)
     slots = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     in_use = slots < tl.load(slots_in_use_ptr)
     picks = tl.load(pick_of_slot_ptr + slots, mask=in_use, other=-1)
@@ -66,19 +74,21 @@ def swiglu_backward(
     """
     R, F = dh_RF.shape
     dgate_up_R2F = gate_up_R2F if overwrite else torch.empty_like(gate_up_R2F)
-    dweights_TK = torch.zeros_like(weights_TK)
-    block = triton.next_power_of_2(F)
+    dweights_TK = torch.empty_like(weights_TK)
+    block = next_power_of_2(F)
     rows = 1 if block >= 512 else min(8, 512 // block)
     launch(
         _swiglu_backward_kernel,
-        (R // rows,),
+        (max(1, R // rows),),
         dh_RF,
         gate_up_R2F,
         dgate_up_R2F,
         weights_TK,
         dweights_TK,
+        plan.slot_of_pick_TK,
         plan.pick_of_slot_R,
         plan.segment_E1[-1:],
+        weights_TK.numel(),
         F=F,
         ROWS=rows,
         BLOCK_F=block,

@@ -110,7 +110,7 @@ def main() -> None:
         raise SystemExit("tuning needs a GPU: none is visible to torch")
     device = torch.device(accelerator.type, torch.accelerator.current_device_index())
     dtype = getattr(torch, args.dtype)
-    layer.provide_scratch()
+    layer.provide_scratch(device)
     current = layer_config(device, dtype, args.dim, args.hidden)
     runs = launches(args.tokens, args.top_k, args.experts, args.dim, args.hidden, device, dtype)
     chosen = {}

@@ -95,7 +95,8 @@ def test_poisoned_memory(monkeypatch):
 def test_plan_equals_reference():
     from inductor_kernels import index
 
-    for T, K, E, max_rows in ((50, 3, 7, -1), (9, 1, 1, -1), (30, 2, 5, 11)):
+    several_steps = (400, 3, 300, -1)  # of a program of the index kernels
+    for T, K, E, max_rows in ((50, 3, 7, -1), (9, 1, 1, -1), (30, 2, 5, 11), several_steps):
         ids_TK = torch.randint(-1, E + 1, (T, K), device=DEVICE)
         plan, truth = index.build_plan(ids_TK, E, 16, max_rows), reference.build_plan(ids_TK, E, 16, max_rows)
         used = int(truth.segment_E1[-1])
@@ -115,6 +116,17 @@ def test_max_rows(K):
     short = moe_experts(*problem, max_rows=4)
     left_out = short.isnan().any(dim=1)
     assert left_out.any() and torch.equal(short[~left_out], full[~left_out])
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_no_rows_at_all(K):
+    """With one expert and no room, no tile and no program of a GEMM is left: tokens must still be filled."""
+    problem = random_problem(20, K, 1, 16, 16, ids=torch.arange(20 * K).view(20, K) // 2 % 2, device=DEVICE)
+    out = moe_experts(*problem, max_rows=0)
+    local = (problem.ids_TK == 0).any(dim=1)
+    assert out[local].isnan().all() and (out[~local] == 0).all()
+    dx, dweights, dw1 = torch.autograd.grad(out, (problem.x_TD, problem.weights_TK, problem.w1_EFD), out.detach())
+    assert dx[local].isnan().all() and (dx[~local] == 0).all() and (dweights == 0).all() and (dw1 == 0).all()
 
 
 def test_non_contiguous_inputs():
