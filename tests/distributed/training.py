@@ -64,6 +64,7 @@ class Layout:
     flags: dict[str, Any] = field(default_factory=dict)
     flavor: str = "mula_debug"
     reference_micro_batch: int = MICRO_BATCH
+    global_batch: int = GLOBAL_BATCH
     xpu_rules: bool = False
     """Refuse the collectives that xccl refuses."""
     dump_folder: str | None = None
@@ -117,7 +118,7 @@ def _flags(layout: Layout, dump_folder: str) -> list[str]:
         "hf_assets_path": "assets/tokenizer",
         "dataloader.sources": f'[{{path = "{layout.data}", eos_id = {EOS}}}]',
         "training.local_batch_size": MICRO_BATCH,
-        "training.global_batch_size": GLOBAL_BATCH,
+        "training.global_batch_size": layout.global_batch,
         "training.seq_len": SEQ_LEN,
         "training.steps": STEPS,
         "training.max_norm": MAX_NORM,
@@ -229,7 +230,7 @@ def reference(layout: Layout) -> Result:
     result.initial = {n: p.detach().clone() for n, p in module.named_parameters()}
     batches = iter(loader)
     for _ in range(STEPS):
-        micro_batches = [next(batches) for _ in range(GLOBAL_BATCH // layout.reference_micro_batch)]
+        micro_batches = [next(batches) for _ in range(layout.global_batch // layout.reference_micro_batch)]
         valid = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in micro_batches)
         optimizer.zero_grad()
         total = 0.0

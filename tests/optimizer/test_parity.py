@@ -62,6 +62,9 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "data2_ep4": {"flags": EPSO | SMALL | {REPLICATE: 2, EP: 4, BATCH: 1}, **BY_ONE},
         "pp2_tp2_ep4": {"flags": EPSO | pipeline("1F1B", **{BATCH: 4, TP: 2, EP: 4}), "model": PER_LAYER},
     },
+    16: {
+        "data4_ep4": {"flags": EPSO | SMALL | {EP: 4, BATCH: 1}, "global_batch": 16, **BY_ONE},
+    },
 }
 
 
