@@ -73,7 +73,8 @@ _HOPPER_16BIT = LayerConfig(
 # From the sizes that reference work on Intel's Max 1550 uses (256 x 256 x 32, 32 warps); not measured by us.
 _XPU_16BIT = _uniform(GemmConfig(block_m=128, block_n=128, block_k=32, num_warps=32, num_stages=4))
 _GENERIC_16BIT = _uniform(GemmConfig(block_m=64, block_n=128, block_k=32, num_warps=4))
-_GENERIC_FP32 = _uniform(GemmConfig(block_m=64, block_n=64, block_k=32, num_warps=4, num_stages=2))
+# Small contraction blocks: products without tensor cores are unrolled, and larger ones spill registers.
+_GENERIC_FP32 = _uniform(GemmConfig(block_m=64, block_n=64, block_k=16, num_warps=8, num_stages=2))
 _INTERPRETER = _uniform(GemmConfig(block_m=16, block_n=32, block_k=16, num_stages=1))
 
 

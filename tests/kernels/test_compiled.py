@@ -1,4 +1,4 @@
-"""The kernels compiled for a Hopper GPU, which needs none: machine code without spills, with full-width products."""
+"""The kernels compiled for NVIDIA GPUs, which needs none: machine code without spills, on Hopper with full products."""
 
 from __future__ import annotations
 
@@ -21,10 +21,16 @@ from inductor_kernels import configs, grouped_gemm, index, layer, permute, swigl
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32"}
 ALIGNED = [["tt.divisibility", 16]]
-SHARED_MEMORY = 227 * 1024  # bytes a program of an H200 can have
+CASES = {
+    "Hopper": (90, configs._HOPPER_16BIT, torch.bfloat16),
+    "fp32": (90, configs._GENERIC_FP32, torch.float32),
+    "Ampere": (80, configs._GENERIC_16BIT, torch.bfloat16),
+}
+SHARED_MEMORY = {90: 227 * 1024, 80: 163 * 1024}
+"""Bytes a program can have."""
 
 
-def compile_for_hopper(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], **options: int) -> Any:
+def compile_for(capability: int, kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], **options: int) -> Any:
     """What `launch` would compile for these arguments, all pointers aligned to 16 bytes."""
     names = kernel.arg_names
     signature: dict[str, str] = dict.fromkeys(names, "constexpr")
@@ -40,44 +46,48 @@ def compile_for_hopper(kernel: Any, args: tuple[Any, ...], constants: dict[str, 
         if isinstance(arg, torch.Tensor) or arg % 16 == 0:
             attributes[(i,)] = ALIGNED
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 @pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this build of triton brings no CUDA tools")
 @pytest.mark.parametrize(
-    ("T", "D", "F", "E", "K"), [(16384, 2048, 1024, 64, 8), (8192, 3072, 1536, 12, 1)], ids=["7B", "100B at EP 12"]
+    ("T", "D", "F", "E", "K", "distance"),
+    [(16384, 2048, 1024, 64, 8, 2**28), (8192, 3072, 1536, 12, 1, -(2**28))],
+    ids=["7B", "100B at EP 12, w3 before w1"],
 )
-@pytest.mark.parametrize("distance", [2**28, -(2**28)], ids=["w1 first", "w3 first"])
-def test_machine_code(T, D, F, E, K, distance, monkeypatch, tmp_path):
+@pytest.mark.parametrize("case", CASES)
+def test_machine_code(case, T, D, F, E, K, distance, monkeypatch, tmp_path):
+    capability, config, dtype = CASES[case]
     compiled: dict[str, Any] = {}
 
     def launch(kernel, grid, *args, num_warps, num_stages=3, **constants):
         assert all(0 < n < 2**31 for n in grid)
         name = kernel.fn.__name__
-        compiled[name] = compile_for_hopper(kernel, args, constants, num_warps=num_warps, num_stages=num_stages)
+        compiled[name] = compile_for(capability, kernel, args, constants, num_warps=num_warps, num_stages=num_stages)
 
     for module in (grouped_gemm, index, permute, swiglu):
         monkeypatch.setattr(module, "launch", launch)
-    monkeypatch.setattr(layer, "layer_config", functools.cache(lambda *_: configs._HOPPER_16BIT))
+    monkeypatch.setattr(layer, "layer_config", functools.cache(lambda *_: config))
     monkeypatch.setattr(grouped_gemm, "num_programs", lambda _: 132)
     monkeypatch.setattr(grouped_gemm, "_distance", lambda *_: distance)
-    x_TD, w1_EFD, w2_EDF = (
-        torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((T, D), (E, F, D), (E, D, F))
-    )
-    ids_TK, weights_TK = (torch.empty(T, K, dtype=dtype, device="meta") for dtype in (torch.int64, torch.float32))
-    plan = layer.build_plan(ids_TK, E, 128, -1)
+    x_TD, w1_EFD, w2_EDF = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((T, D), (E, F, D), (E, D, F)))
+    ids_TK, weights_TK = (torch.empty(T, K, dtype=d, device="meta") for d in (torch.int64, torch.float32))
+    plan = layer.build_plan(ids_TK, E, config.row_tile, -1)
     out_TD, gate_up_R2F = layer.forward(x_TD, weights_TK, w1_EFD, w1_EFD, w2_EDF, plan)
     layer.backward(out_TD, x_TD, weights_TK, w1_EFD, w1_EFD, w2_EDF, gate_up_R2F, plan, overwrite=True)
 
-    gemms = {name for name in compiled if "gate_up" in name or "down" in name or "weight_grad" in name}
-    assert len(gemms) == 5 and len(compiled) == (10 if K > 1 else 9)
+    gemms = {f"_{name}_kernel" for name in ("gate_up", "down", "down_backward", "gate_up_backward", "weight_grad")}
+    others = {"_count_kernel", "_assign_kernel", "_swiglu_backward_kernel"}
+    others |= {"_combine_kernel"} if K > 1 else set()
+    others |= {"_gather_kernel"} if case == "Hopper" else set()
+    assert set(compiled) == gemms | others
     for name, kernel in compiled.items():
         binary = tmp_path / name
         binary.write_bytes(kernel.asm["cubin"])
         usage = subprocess.run([CUOBJDUMP, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
         assert re.search(r"STACK:(\d+)", usage)[1] == "0", f"{name} spills registers: {usage}"
-        assert kernel.metadata.shared <= SHARED_MEMORY, name
-        if name in gemms:
+        assert kernel.metadata.shared <= SHARED_MEMORY[capability], name
+        if name in gemms and case == "Hopper":
             products = set(re.findall(r"wgmma.mma_async.sync.aligned.(m\d+n\d+k\d+)", kernel.asm["ptx"]))
             assert products == {"m64n256k16"}, (name, products)
             assert "cp.async.bulk.tensor" in kernel.asm["ptx"], f"{name} has no tensor-memory loads"
