@@ -24,6 +24,7 @@ class Synthetic:
     grad_dtype: torch.dtype = torch.float32
     fused: bool = False
     """torch's fused CPU kernel rounds the elements beyond its last whole vector differently, so it needs even sizes."""
+    offload: bool = False
 
 
 def model(width: int = 7, hidden: int = 13) -> nn.Module:
@@ -83,7 +84,7 @@ def _model_of(case: Synthetic) -> nn.Module:
 def run(case: Synthetic) -> dict[str, torch.Tensor]:
     """Parameters after the steps. Only rank 1 (or the only one) has gradients, so that all sums are exact."""
     net = _model_of(case)
-    optimizer = sharded(net, case.fused, param_dtype=case.param_dtype, grad_dtype=case.grad_dtype)
+    optimizer = sharded(net, case.fused, param_dtype=case.param_dtype, grad_dtype=case.grad_dtype, offload=case.offload)
     mine = dist.get_rank() == min(1, dist.get_world_size() - 1)
     for step in range(STEPS):
         optimizer.zero_grad()

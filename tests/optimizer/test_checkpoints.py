@@ -22,7 +22,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp_ep2": (4, {SHARDING: "fsdp", EP: 2}),
     "epso_ep4": (4, {SHARDING: "epso", EP: 4} | SMALL),
     "epso_ep4_bf16": (4, {SHARDING: "epso", EP: 4, "checkpoint.async_mode": "async"} | SMALL | BF16),
-    "so_ep2": (4, {SHARDING: "so", EP: 2, REPLICATE: 2} | SMALL),
+    "so_ep2_offload": (4, {SHARDING: "so", EP: 2, REPLICATE: 2, "optimizer.offload_states": True} | SMALL),
     "epso_tp2_ep2": (4, {SHARDING: "epso", TP: 2, EP: 2} | SMALL),
     "epso_pp2": (4, {SHARDING: "epso"} | SMALL | pipeline("1F1B", **{BATCH: 4})),
 }
@@ -33,15 +33,15 @@ MOVES = [
     ("epso_ep4", "epso_tp2_ep2"),
     ("epso_ep4_bf16", "fsdp_ep2"),
     ("epso_tp2_ep2", "epso_pp2"),
-    ("epso_pp2", "so_ep2"),
-    ("so_ep2", "epso_ep4"),
+    ("epso_pp2", "so_ep2_offload"),
+    ("so_ep2_offload", "epso_ep4"),
     ("one_fsdp", "epso_ep4"),
     ("fsdp_ep2", "epso_ep4_bf16"),
     ("epso_ep4", "one_fsdp"),
     ("epso_ep4_bf16", "one_fsdp"),
     ("epso_tp2_ep2", "one_epso"),
 ]
-RESUMED = ("epso_ep4", "so_ep2")
+RESUMED = ("epso_ep4", "so_ep2_offload")
 
 
 def _layout(name: str, data: str, folder: Path, **flags: Any) -> Layout:
@@ -130,7 +130,7 @@ def test_all_ranks_have_the_same_keys(runs: Any) -> None:
 
 
 def test_every_element_is_on_disk_once(runs: Any) -> None:
-    for source in ("epso_ep4", "epso_ep4_bf16", "so_ep2", "epso_tp2_ep2", "epso_pp2"):
+    for source in ("epso_ep4", "epso_ep4_bf16", "so_ep2_offload", "epso_tp2_ep2", "epso_pp2"):
         folder = runs[1] / source / "checkpoint" / f"step-{SAVED_STEP}"
         metadata = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
         for key, value in metadata.items():

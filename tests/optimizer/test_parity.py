@@ -38,6 +38,7 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "tied_data4": {"flags": EPSO | SMALL, "xpu_rules": True, "model": {"tie_embeddings": True}},
         "data2_ep2": {"flags": EPSO | SMALL | {EP: 2}},
         "ep4": {"flags": EPSO | SMALL | {EP: 4}},
+        "offload": {"flags": EPSO | SMALL | {EP: 2, "optimizer.offload_states": True}},
         "so_data2_ep2": {"flags": SO | SMALL | {EP: 2}},
         "so_replicate2_ep2": {"flags": SO | {REPLICATE: 2, EP: 2}},
         "tp2": {"flags": EPSO | SMALL | {TP: 2}, "xpu_rules": True},

@@ -18,6 +18,9 @@ CASES = {
     "bfloat16_fused": Synthetic(fused=True, param_dtype=torch.bfloat16),
     "bfloat16": Synthetic(param_dtype=torch.bfloat16),
     "bfloat16_gradients": Synthetic(param_dtype=torch.bfloat16, grad_dtype=torch.bfloat16),
+    # On a CPU the host's copies lie beside the device's: all but pinned memory and streams.
+    "float32_offloaded": Synthetic(offload=True),
+    "bfloat16_offloaded": Synthetic(param_dtype=torch.bfloat16, grad_dtype=torch.bfloat16, offload=True),
 }
 
 

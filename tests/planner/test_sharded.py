@@ -76,6 +76,24 @@ def test_bf16_on_one_rank_without_fsdp() -> None:
     assert held.states == 2 * held.parameters and not messages
 
 
+@pytest.mark.parametrize(
+    ("sharding", "key", "kinds"),
+    [
+        ("epso", "optimizer__offload_states", ["states"]),
+        ("fsdp", "training__enable_cpu_offload", ["parameters", "gradients", "states"]),
+    ],
+)
+def test_what_is_offloaded_is_in_host_memory(sharding: str, key: str, kinds: list[str]) -> None:
+    both = []
+    for on in (False, True):
+        config = config_of(8, 1, 1, 2, 1, "1F1B", sharding, **{key: on})
+        both.append(sharded(Inventory(config, ep=True, tp=False), Layout.from_config(config, 8, "cuda"), 0)[0])
+    usual, offloaded = both
+    assert offloaded.host == sum(getattr(usual, kind) for kind in kinds) and usual.host == 0
+    assert all(getattr(offloaded, kind) == 0 for kind in kinds)
+    assert offloaded.total == pytest.approx(usual.total - offloaded.host)
+
+
 def test_the_paper_s_largest_job_on_12288_ranks() -> None:
     config = make_config(
         "mula_220b_a10b",

@@ -75,6 +75,8 @@ class Layout:
     """Of the weights, gradients and states that FSDP shards."""
     grad_dtype: str
     bucket_mib: float
+    offload_states: bool
+    cpu_offload: bool
     loss_chunks: int
     compiled: bool
     dispatch: str
@@ -130,6 +132,8 @@ class Layout:
             dtype=t.dtype,
             grad_dtype=o.grad_dtype,
             bucket_mib=o.bucket_mib,
+            offload_states=o.offload_states,
+            cpu_offload=t.enable_cpu_offload,
             loss_chunks=config.loss.num_chunks if isinstance(config.loss, ChunkedLossWrapper.Config) else 1,
             compiled=config.compile.enable and "model" in config.compile.components,
             dispatch=config.model.dispatch_on(device_type),
@@ -153,6 +157,11 @@ class Layout:
         if mode is None or not isinstance(config.activation_checkpoint, mode):
             config.activation_checkpoint = None if mode is None else mode()
         return config
+
+    @property
+    def is_offloaded(self) -> bool:
+        """States (of FSDP, parameters and gradients too) are in host memory."""
+        return self.cpu_offload if self.sharding == "fsdp" else self.offload_states
 
     # -- sizes --------------------------------------------------------------------------------------------------------
 

@@ -92,6 +92,8 @@ def _show(console: Console, planner: Planner, own: Plan) -> None:
     console.print(memory_table([planner.memory.rank(layout, r) for r in range(layout.pp)], hardware))
     fits = own.fits(hardware)
     console.print("[green]Fits.[/green]" if fits else f"[red]Doesn't fit.[/red] {_remedy(planner, layout.world_size)}")
+    if host := planner.memory.sharded(layout, own.memory.pp_rank)[0].host:
+        console.print(f"In host memory: {host / GB:.1f} GB a rank. Its copies and update are not timed.")
     console.print(traffic_table(_traffic(planner, own)))
     console.print(time_table(own))
     console.print(scaling_table(scaling(planner, layout)))

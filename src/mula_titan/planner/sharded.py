@@ -4,7 +4,7 @@ The planning of buckets is the optimizer's own (:func:`plan_buckets`); FSDP2's p
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mula_titan.components.optimizer_sharding.layout import BucketLayout, plan_buckets
 from mula_titan.planner.layout import Layout
@@ -25,11 +25,18 @@ class Held:
     """Optimizer buckets' shards; of FSDP: gathered parameters and unreduced gradients."""
     ideal_states: float
     """12 bytes an element over its owners, without padding; fsdp: 8, since its fp32 weights are parameters."""
+    host: float = 0.0
+    """In host memory instead of the device's."""
 
     @property
     def total(self) -> float:
-        """Sum of all."""
+        """Sum of all on the device."""
         return self.parameters + self.gradients + self.states + self.buffers
+
+    def offloaded(self, *kinds: str) -> "Held":
+        """The same with these kinds in host memory."""
+        host = sum(getattr(self, kind) for kind in kinds)
+        return replace(self, **dict.fromkeys(kinds, 0.0), host=host)
 
 
 @dataclass(frozen=True)
@@ -56,8 +63,12 @@ def sharded(inventory: Inventory, layout: Layout, pp_rank: int) -> tuple[Held, l
     """
     parts = [list(inventory.of_stage(layout.stages[stage])) for stage in layout.stages_of(pp_rank)]
     if layout.sharding == "fsdp":
-        return fsdp_held(parts, inventory, layout)
-    return buckets_held(parts, inventory, layout)
+        held, messages = fsdp_held(parts, inventory, layout)
+        kinds = ["parameters", "gradients", "states"]
+    else:
+        held, messages = buckets_held(parts, inventory, layout)
+        kinds = ["states"]
+    return held.offloaded(*kinds) if layout.is_offloaded else held, messages
 
 
 # -- so, epso ---------------------------------------------------------------------------------------------------------
@@ -97,13 +108,14 @@ def buckets_held(parts: list[list[Parameter]], inventory: Inventory, layout: Lay
     for bucket in bucket_layouts(parts, inventory, layout):
         kind = bucket.key[0]
         axis, shards, size = owners_axis(kind, layout), bucket.num_shards, bucket.shard_numel
-        master_is_param = shards == 1 and param == FP32
+        is_sent = param == FP32 and not layout.is_offloaded  # the master weights themselves are
+        master_is_param = shards == 1 and is_sent
         held["parameters"] += bucket.numel * param
         held["gradients"] += bucket.numel * grad
         held["states"] += size * FP32 * (2 if master_is_param else 3)
         held["ideal_states"] += 12 * sum(slot.numel for slot in bucket.slots) / shards
         if shards > 1:
-            held["buffers"] += size * grad + (size * param if param != FP32 else 0)
+            held["buffers"] += size * grad + (0 if is_sent else size * param)
             add("reduce_scatter", axis, bucket.numel * grad)
             add("all_gather", axis, bucket.numel * param)
         if kind == "replicated" and layout.sharding == "so" and layout.ep > 1:
@@ -123,7 +135,12 @@ def fsdp_held(parts: list[list[Parameter]], inventory: Inventory, layout: Layout
     gathered for the forward and for the backward; with a pipeline the stage stays whole over the micro-batches.
     """
     param, own = BYTES[layout.param_dtype], BYTES[layout.dtype]
-    if layout.dp_replicate * layout.fsdp == 1 and layout.ep == 1 and layout.dtype == layout.param_dtype:
+    if (
+        layout.dp_replicate * layout.fsdp == 1
+        and layout.ep == 1
+        and layout.dtype == layout.param_dtype
+        and not layout.is_offloaded
+    ):
         return _plain(parts, layout), []
     shard = whole = copies = 0
     ideal = 0.0

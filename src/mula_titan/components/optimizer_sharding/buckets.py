@@ -34,10 +34,10 @@ class Bucket:
         self.alone = layout.num_shards == 1
         size = layout.shard_numel
         self.grad_shard = self.grads if self.alone else torch.zeros(size, dtype=grad_dtype, device=device)
-        self.offload = offload and device.type != "cpu"
+        self.offload = offload
         home: dict[str, Any] = {"dtype": torch.float32, "device": device}
         if self.offload:
-            home = {"dtype": torch.float32, "device": "cpu", "pin_memory": True}
+            home = {"dtype": torch.float32, "device": "cpu", "pin_memory": device.type != "cpu"}
         # Alone in fp32 the parameters themselves are the master weights.
         is_master = self.alone and param_dtype == torch.float32 and not self.offload
         self.master = self.params if is_master else torch.zeros(size, **home)
@@ -111,15 +111,16 @@ class Bucket:
             self.grad_shard.mul_(factor)
         if self._host_grad is not None:
             self._host_grad.copy_(self.grad_shard, non_blocking=True)
-            self._on_host = torch.Event(self.grad_shard.device)
-            self._on_host.record()
+            if self.grad_shard.device.type != "cpu":
+                self._on_host = torch.Event(self.grad_shard.device)
+                self._on_host.record()
 
     def update(self, step: torch.Tensor, group: dict[str, Any]) -> None:
         """PyTorch's AdamW on this rank's shard; ``step`` (fp32 scalar) counts the updates before this one."""
         grad = self.grad_shard
         if self._host_grad is not None:
-            assert self._on_host is not None
-            self._on_host.synchronize()
+            if self._on_host is not None:
+                self._on_host.synchronize()
             grad = self._host_grad
         beta1, beta2 = group["betas"]
         adamw(
