@@ -206,9 +206,8 @@ def _groups(modules: dict[str, nn.ParameterList]) -> list[dict[str, Any]]:
 
 
 def _gloo_rank(rank: int, ranks: int, rounds: int, port: int, out: str) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("data", "ep"))
     stage = mesh._flatten("stage")
     expert = Owners(mesh["data"])
@@ -302,18 +301,15 @@ class _ByIdentity(OptimizerMeshes):
 
 def run_gloo(args: argparse.Namespace) -> None:
     """Print medians and ratios."""
-    import socket
     import tempfile
 
     import torch.multiprocessing as mp
 
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # takes a free port and holds it
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/times.json"
         mp.start_processes(
-            _gloo_rank, args=(args.ranks, args.rounds, port, out), nprocs=args.ranks, start_method="spawn"
+            _gloo_rank, args=(args.ranks, args.rounds, store.port, out), nprocs=args.ranks, start_method="spawn"
         )
         times = json.loads(Path(out).read_text())
     base = statistics.median(times["epso"])

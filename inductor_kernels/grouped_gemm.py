@@ -78,7 +78,8 @@ def _pair_operand(
     """Two weights of one shape, the second `stride` elements from the first, as one operand.
 
     For `_load_half` (HALVES = 1: a block of either) or `_load_both` (HALVES = 2: the same block of both).
-    A descriptor's strides can't be negative: where the second weight lies before the first, it comes first (SWAPPED).
+    A descriptor's strides can't be negative: where it is used and the second weight lies before the first, the second
+    comes first (SWAPPED).
     """
     if DESC:
         base = ptr
@@ -129,9 +130,9 @@ def _load_both(
     BC: tl.constexpr,
     DESC: tl.constexpr,
 ):
-    """(2 BR, BC): the same block of expert e of both weights, one below the other; zero outside ROWS x COLS.
+    """(2 BR, BC): the same block of expert e of both weights; zero outside ROWS x COLS.
 
-    The second weight is on top where it lies before the first in memory (SWAPPED) and descriptors are used.
+    The first weight's block is on top, or the second's if SWAPPED.
     """
     if DESC:
         return operand.load([0, e, row, col]).reshape(2 * BR, BC)
@@ -301,7 +302,7 @@ def _gate_up_kernel(
             b = _load_both(w13, w3_minus_w1, e, n * BN, k, F, D, BN, BK, DESC)
             acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
         # Backward recomputes h from the stored pre-activations: round them first so that both see the same h.
-        if DESC and SWAPPED:
+        if SWAPPED:
             up, gate = _split_columns(acc.to(h_ptr.dtype.element_ty), BM, 2 * BN)
         else:
             gate, up = _split_columns(acc.to(h_ptr.dtype.element_ty), BM, 2 * BN)
@@ -549,6 +550,7 @@ def _precision(tensor: torch.Tensor) -> str:
 
 
 def _grid(device: torch.device, max_tiles: int) -> tuple[int]:
+    # One at least, also where there is no tile: tokens without slot must still be filled.
     return (max(1, min(num_programs(device) or max_tiles, max_tiles)),)
 
 
@@ -573,9 +575,11 @@ def _distance(w1_EFD: torch.Tensor, w3_EFD: torch.Tensor) -> int:
 
 
 def _pair_options(config: GemmConfig, distance: int, *tensors: torch.Tensor) -> dict[str, Any]:
+    """`_launch_options` of a kernel that reads W1 and W3 as one operand."""
     options = _launch_options(config, *tensors)
     # Tensor descriptors on Hopper take strides below 2^40 bytes.
     options["DESC"] &= abs(distance) * tensors[-1].element_size() < 2**40
+    options["SWAPPED"] = options["DESC"] and distance < 0
     return options
 
 
@@ -613,7 +617,6 @@ def gate_up(
         F=F,
         GATHER=config.gather,
         SAVE=save,
-        SWAPPED=distance < 0,
         **_pair_options(config, distance, x_TD, w1_EFD, w3_EFD),
     )
     return h_RF, gate_up_R2F
@@ -703,7 +706,6 @@ def gate_up_backward(
         D=D,
         F=F,
         SCATTER=K == 1,
-        SWAPPED=distance < 0,
         **_pair_options(config, distance, dgate_up_R2F, w1_EFD, w3_EFD),
     )
     return dx

@@ -16,6 +16,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
+    """The least power of two that is no less than n; as `cdiv`, for the host alone."""
     return 1 << (n - 1).bit_length()
 
 
@@ -52,4 +53,4 @@ def launch(
         _compiled[key] = compiled, values
     else:
         compiled, values = known
-        compiled[grid if len(grid) == 3 else (*grid, 1, 1)[:3]](*args, *values)
+        compiled[(*grid, 1, 1)[:3]](*args, *values)

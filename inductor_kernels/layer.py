@@ -5,9 +5,6 @@ Importing this module imports triton.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 import triton
 
@@ -25,15 +22,12 @@ _MAX_COPY_BYTES = 320 * 2**20
 """Bound on the gathered copy that is alive beside all weight gradients, where the layer's memory peaks."""
 
 
-@functools.cache
-def _scratch(device: torch.device) -> Callable[[int, int, int | None], torch.Tensor]:
-    """Memory for the tensor descriptors that kernels make, from the caching allocator."""
-    return lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device)
-
-
 def provide_scratch(device: torch.device) -> None:
-    """Triton keeps its allocator in a context variable, which autograd's own threads don't inherit: set it per call."""
-    triton.set_allocator(_scratch(device))
+    """Let kernels take memory for the tensor descriptors they make from torch's caching allocator.
+
+    Triton keeps its allocator in a context variable, which autograd's own threads don't inherit: set it per call.
+    """
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
 
 
 def _rows(x_TD: torch.Tensor, plan: Plan, config: GemmConfig) -> torch.Tensor:

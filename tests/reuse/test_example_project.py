@@ -3,7 +3,6 @@
 import importlib
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -32,10 +31,8 @@ def test_example_trains_with_torchtitan(tmp_path: Path, monkeypatch: pytest.Monk
 
     data = tmp_path / "data"
     tokenize(TokenizeOptions(inputs=[str(ROOT / "assets/austen/validation.jsonl")], output=data, workers=1))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # Port 0: the only rank takes a free one.
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     path = os.pathsep.join([str(HERE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     run = subprocess.run(
         [

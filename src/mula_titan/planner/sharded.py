@@ -135,12 +135,8 @@ def fsdp_held(parts: list[list[Parameter]], inventory: Inventory, layout: Layout
     gathered for the forward and for the backward; with a pipeline the stage stays whole over the micro-batches.
     """
     param, own = BYTES[layout.param_dtype], BYTES[layout.dtype]
-    if (
-        layout.dp_replicate * layout.fsdp == 1
-        and layout.ep == 1
-        and layout.dtype == layout.param_dtype
-        and not layout.is_offloaded
-    ):
+    is_cast = layout.dtype != layout.param_dtype
+    if layout.dp_replicate * layout.fsdp == 1 and not (is_cast or layout.ep > 1 or layout.is_offloaded):
         return _plain(parts, layout), []
     shard = whole = copies = 0
     ideal = 0.0

@@ -159,7 +159,7 @@ class ShardedAdamW(torch.optim.AdamW):
         super().__init__([{**group, "params": [new[id(p)] for p in group["params"]]} for group in param_groups])
         self._group_of_bucket = [bucket.layout.key[1] for bucket in self.buckets]
         group = self.param_groups[0]
-        step_device = device if group["fused"] and not self.buckets[0].offload else "cpu"
+        step_device = device if group["fused"] and not offload else "cpu"
         self._steps = torch.zeros((), dtype=torch.float32, device=step_device)
         self._num_steps = 0
         counted = [float(bucket.owners.counts_in_norm) for bucket in self.buckets]

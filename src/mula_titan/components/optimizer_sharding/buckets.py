@@ -34,19 +34,18 @@ class Bucket:
         self.alone = layout.num_shards == 1
         size = layout.shard_numel
         self.grad_shard = self.grads if self.alone else torch.zeros(size, dtype=grad_dtype, device=device)
-        self.offload = offload
         home: dict[str, Any] = {"dtype": torch.float32, "device": device}
-        if self.offload:
+        if offload:
             home = {"dtype": torch.float32, "device": "cpu", "pin_memory": device.type != "cpu"}
         # Alone in fp32 the parameters themselves are the master weights.
-        is_master = self.alone and param_dtype == torch.float32 and not self.offload
+        is_master = self.alone and param_dtype == torch.float32 and not offload
         self.master = self.params if is_master else torch.zeros(size, **home)
         self.exp_avg, self.exp_avg_sq = torch.zeros(size, **home), torch.zeros(size, **home)
         # What the gather sends; the master itself unless it has to be cast or copied to the device.
         self._sent = self.params if self.alone else self.master
-        if not self.alone and (param_dtype != torch.float32 or self.offload):
+        if not self.alone and (param_dtype != torch.float32 or offload):
             self._sent = torch.zeros(size, dtype=param_dtype, device=device)
-        self._host_grad = torch.zeros(size, **home) if self.offload else None
+        self._host_grad = torch.zeros(size, **home) if offload else None
         self._on_host: torch.Event | None = None
         self._reducing: dist.Work | None = None
         self._gathering: dist.Work | None = None
