@@ -378,7 +378,7 @@ def run_update(args: argparse.Namespace) -> None:
 
     def update() -> None:
         for bucket in optimizer.buckets:
-            bucket.update(steps.clone(), group)
+            bucket.update(steps, group)
 
     def whole_step() -> None:
         optimizer.zero_grad()
@@ -388,15 +388,17 @@ def run_update(args: argparse.Namespace) -> None:
         optimizer.step()
 
     a, b = (torch.empty(total, device=device) for _ in range(2))
-    # Bytes an element: gradient, master, two moments read; the last three written. The step also reads the gradient for
-    # the norm, scales it in place, and writes bf16 parameters from the master.
+    # Bytes an element: gradient, master and two moments read, the last three written, bf16 parameters written; the norm
+    # reads the gradient. Without kernels the gradient is also scaled in place and the master read again for the cast.
+    fused = optimizer.buckets[0].has_kernels
     subjects: dict[str, tuple[Callable[[], Any], float]] = {
         "copy": (lambda: b.copy_(a), 8),
-        "update": (update, 28),
-        "step (norm, clip, update, parameters)": (whole_step, 4 + 8 + 28 + 6),
-        "clip": (lambda: [bucket.clip(factor) for bucket in optimizer.buckets], 8),
+        "update": (update, 30 if fused else 28),
+        "step (norm, clip, update, parameters)": (whole_step, 4 + 30 if fused else 4 + 8 + 28 + 6),
         "norm": (lambda: [bucket.norm() for bucket in optimizer.buckets], 4),
     }
+    if not fused:
+        subjects["clip"] = (lambda: [bucket.clip(factor) for bucket in optimizer.buckets], 8)
     synchronize = getattr(torch, device.type).synchronize if device.type != "cpu" else lambda: None
     bandwidth = {}
     times: dict[str, list[float]] = {name: [] for name in subjects}

@@ -60,7 +60,7 @@ def _uniform(config: GemmConfig) -> LayerConfig:
 
 _HOPPER_16BIT = LayerConfig(
     gate_up=GemmConfig(block_m=128, block_n=128, block_k=64, num_stages=4, group_m=12, descriptor_stores=False),
-    down=GemmConfig(block_m=128, block_n=256, block_k=64, num_stages=3, flatten=True),
+    down=GemmConfig(block_m=128, block_n=256, block_k=64, num_stages=3, group_m=12, flatten=True),
     down_backward=GemmConfig(block_m=128, block_n=256, block_k=64, num_stages=3, group_m=4, flatten=True, gather=False),
     gate_up_backward=GemmConfig(block_m=128, block_n=256, block_k=64, num_stages=3, flatten=True),
     gate_up_weight_grad=GemmConfig(

@@ -85,7 +85,7 @@ def _pair_operand(
         base = ptr
         if SWAPPED:
             base = ptr + stride
-            stride = -stride
+            stride = -stride.to(tl.int64)  # -2^31 comes as an int32
         return tl.make_tensor_descriptor(
             base, shape=[2, E, ROWS, COLS], strides=[stride, ROWS * COLS, COLS, 1], block_shape=[HALVES, 1, BR, BC]
         )
@@ -473,7 +473,7 @@ def _weight_grad_kernel(
     a_ptr,
     b_ptr,
     pick_of_slot_ptr,
-    segment_ptr,
+    segments_by_size_ptr,
     out0_ptr,
     out1_ptr,
     E,
@@ -510,13 +510,19 @@ def _weight_grad_kernel(
     out0 = _weight_operand(out0_ptr, E, A_COLS, OUT_COLS, BM, BN // 2, STORE_DESC)
     if HALVES == 2:
         out1 = _weight_operand(out1_ptr, E, A_COLS, OUT_COLS, BM, BN // 2, STORE_DESC)
-    for tile in tl.range(tl.program_id(0), E * num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
-        e = tile // (num_m * num_n)
+    num_tiles = E * num_m * num_n
+    num_programs = tl.num_programs(0)
+    for turn_tile in tl.range(tl.program_id(0), num_tiles, num_programs, flatten=FLATTEN):
+        # A tile takes as long as its expert has slots. Largest first, dealt there and back, programs end together.
+        turn = turn_tile // num_programs
+        is_back = (turn % 2 == 1) & ((turn + 1) * num_programs <= num_tiles)
+        tile = tl.where(is_back, (2 * turn + 1) * num_programs - 1 - turn_tile, turn_tile)
+        segment = segments_by_size_ptr + 3 * (tile // (num_m * num_n))
+        # Blocks past the last pick hold padding: zero rows.
+        e, first, last = tl.load(segment), tl.load(segment + 1), tl.load(segment + 2)
         m, n = _tile_coordinates(tile % (num_m * num_n), num_m, num_n, GROUP_M)
         half = m // num_half
         col_a = (m % num_half) * BM
-        first = tl.load(segment_ptr + e)
-        last = tl.load(segment_ptr + e + 1)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(first, last, BK):
             if GATHER_A or GATHER_B:
@@ -733,7 +739,7 @@ def gate_up_weight_grad(
         dgate_up_R2F,
         x,
         plan.pick_of_slot_R,
-        plan.segment_E1,
+        plan.segments_by_size_E3,
         dw1_EFD,
         dw3_EFD,
         E,
@@ -764,7 +770,7 @@ def down_weight_grad(
         dout_TD,
         weighted_h_RF,
         plan.pick_of_slot_R,
-        plan.segment_E1,
+        plan.segments_by_size_E3,
         dw2_EDF,
         dw2_EDF,
         E,

@@ -41,6 +41,7 @@ def _assign_kernel(
     pick_of_slot_ptr,
     segment_ptr,
     expert_of_tile_ptr,
+    segments_by_size_ptr,
     num_picks,
     steps,
     num_slots,
@@ -84,13 +85,20 @@ def _assign_kernel(
         tl.store(pick_of_slot_ptr + slots, picks.to(tl.int32), mask=fits)
         base += tl.sum(hits, axis=0)
 
-    # The experts are dealt to the blocks for the padding slots, the row tiles likewise.
+    # The experts are dealt to the blocks for padding slots and rank by size, the row tiles likewise.
+    sizes = tl.minimum(starts + totals, num_slots) - tl.minimum(starts, num_slots)
     for expert in range(block, E, num_blocks):
         mine = experts == expert
-        first = tl.sum(tl.where(mine, starts + totals, 0), axis=0)
-        last = tl.minimum(tl.sum(tl.where(mine, ends, 0), axis=0), num_slots)
-        pads = first + tl.arange(0, ROW_TILE)
-        tl.store(pick_of_slot_ptr + pads, tl.full((ROW_TILE,), -1, tl.int32), mask=pads < last)
+        picks_end = tl.minimum(tl.sum(tl.where(mine, starts + totals, 0), axis=0), num_slots)
+        end = tl.minimum(tl.sum(tl.where(mine, ends, 0), axis=0), num_slots)
+        pads = picks_end + tl.arange(0, ROW_TILE)
+        tl.store(pick_of_slot_ptr + pads, tl.full((ROW_TILE,), -1, tl.int32), mask=pads < end)
+        size = tl.sum(tl.where(mine, sizes, 0), axis=0)
+        before = (sizes > size) | ((sizes == size) & (experts < expert))
+        entry = segments_by_size_ptr + 3 * tl.sum((before & is_expert).to(tl.int32), axis=0)
+        tl.store(entry, expert)
+        tl.store(entry + 1, picks_end - size)
+        tl.store(entry + 2, picks_end)
 
     num_tiles = num_slots // ROW_TILE
     for start in range(block * TILES, num_tiles, num_blocks * TILES):
@@ -123,6 +131,7 @@ def build_plan(ids_TK: torch.Tensor, num_experts: int, row_tile: int, max_rows: 
         pick_of_slot_R=new(R),
         segment_E1=new(num_experts + 1),
         expert_of_tile_M=new(R // row_tile),
+        segments_by_size_E3=new((num_experts, 3)),
     )
     launch(
         _count_kernel,
@@ -145,6 +154,7 @@ def build_plan(ids_TK: torch.Tensor, num_experts: int, row_tile: int, max_rows: 
         plan.pick_of_slot_R,
         plan.segment_E1,
         plan.expert_of_tile_M,
+        plan.segments_by_size_E3,
         num_picks,
         steps,
         R,

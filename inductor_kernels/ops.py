@@ -75,12 +75,13 @@ def _run(function: str, device: torch.device, *args: Any) -> Any:
 torch.library.define(
     "inductor_kernels::moe_experts",
     "(Tensor x, Tensor ids, Tensor weights, Tensor w1, Tensor w3, Tensor w2, int max_rows, bool save)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     "inductor_kernels::moe_experts_backward",
     "(Tensor dout, Tensor x, Tensor weights, Tensor w1, Tensor w3, Tensor w2, Tensor gate_up, Tensor slot_of_pick,"
-    " Tensor pick_of_slot, Tensor segment, Tensor expert_of_tile) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " Tensor pick_of_slot, Tensor segment, Tensor expert_of_tile, Tensor segments_by_size)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
 
@@ -94,7 +95,7 @@ def _moe_experts(
     w2_EDF: torch.Tensor,
     max_rows: int,
     save: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     x_TD, topk_ids_TK, topk_weights_TK = x_TD.contiguous(), topk_ids_TK.contiguous(), topk_weights_TK.contiguous()
     w1_EFD, w3_EFD, w2_EDF = w1_EFD.contiguous(), w3_EFD.contiguous(), w2_EDF.contiguous()
     device = x_TD.device
@@ -121,6 +122,7 @@ def _(x_TD, topk_ids_TK, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF, max_rows, save
         topk_ids_TK.new_empty(R, dtype=torch.int32),
         topk_ids_TK.new_empty(E + 1, dtype=torch.int32),
         topk_ids_TK.new_empty(R // row_tile, dtype=torch.int32),
+        topk_ids_TK.new_empty((E, 3), dtype=torch.int32),
     )
 
 
@@ -133,13 +135,10 @@ def _moe_experts_backward(
     w3_EFD: torch.Tensor,
     w2_EDF: torch.Tensor,
     gate_up_R2F: torch.Tensor,
-    slot_of_pick_TK: torch.Tensor,
-    pick_of_slot_R: torch.Tensor,
-    segment_E1: torch.Tensor,
-    expert_of_tile_M: torch.Tensor,
+    *plan: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    plan = Plan(slot_of_pick_TK, pick_of_slot_R, segment_E1, expert_of_tile_M)
-    return _gradients(dout_TD, x_TD, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF, gate_up_R2F, plan, overwrite=False)
+    inputs = (dout_TD, x_TD, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF)
+    return _gradients(*inputs, gate_up_R2F, Plan(*plan), overwrite=False)
 
 
 def _gradients(

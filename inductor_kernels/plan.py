@@ -21,6 +21,8 @@ class Plan(NamedTuple):
     """(E+1,) first slot of each expert's segment; the last entry is the number of slots in use."""
     expert_of_tile_M: torch.Tensor
     """(R / row_tile,) expert of each row tile; E in tiles that aren't in use."""
+    segments_by_size_E3: torch.Tensor
+    """(E, 3) expert, first slot and end of its picks (padding left out), the expert with the most picks first."""
 
 
 def num_slots(num_picks: int, num_experts: int, row_tile: int, max_rows: int) -> int:

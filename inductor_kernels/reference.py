@@ -37,11 +37,15 @@ def build_plan(ids_TK: torch.Tensor, num_experts: int, row_tile: int, max_rows: 
     pick_of_slot_R = torch.full((R,), -1, dtype=torch.int32, device=device)
     pick_of_slot_R[slot_P[fits_P]] = torch.nonzero(fits_P).flatten().int()
     tile_starts_M = torch.arange(0, R, row_tile, device=device)
+    segment_E1 = F.pad(ends_E.clamp(max=R), (1, 0)).int()
+    picks_end_E = (ends_E - padded_E + totals_E).clamp(max=R).int()
+    by_size_E = torch.argsort(picks_end_E - segment_E1[:-1], descending=True, stable=True)
     return Plan(
         slot_of_pick_TK=slot_P.view(ids_TK.shape).int(),
         pick_of_slot_R=pick_of_slot_R,
-        segment_E1=F.pad(ends_E.clamp(max=R), (1, 0)).int(),
+        segment_E1=segment_E1,
         expert_of_tile_M=torch.searchsorted(ends_E, tile_starts_M, right=True).int(),
+        segments_by_size_E3=torch.stack([by_size_E.int(), segment_E1[by_size_E], picks_end_E[by_size_E]], dim=1),
     )
 
 

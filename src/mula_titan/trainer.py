@@ -169,7 +169,7 @@ class MulaTrainer(Trainer):
         if self.config.replay.interval and self.step % self.config.replay.interval == 0:
             self.faulty_steps.compare_replays(data)
         grad_norm = dist_utils.clip_grad_norm_(
-            [p for m in self.model_parts for p in m.parameters()],
+            self.optimizers.parameters_to_clip(),
             self.config.training.max_norm,
             foreach=True,
             pp_mesh=self.parallel_dims.get_optional_mesh("pp"),

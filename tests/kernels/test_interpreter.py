@@ -1,4 +1,4 @@
-"""Without a GPU: test_triton_kernels.py under Triton's interpreter, set before triton is imported."""
+"""Without a GPU: the files below under Triton's interpreter, set before triton is imported."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import torch
 
 
 @pytest.mark.skipif(torch.cuda.is_available() or torch.xpu.is_available(), reason="the kernels run on the GPU itself")
-def test_kernels_under_the_interpreter():
+@pytest.mark.parametrize("file", ["test_triton_kernels.py", "test_adamw.py"])
+def test_kernels_under_the_interpreter(file):
     pytest.importorskip("triton", reason="this build of torch brings no triton")
     here = Path(__file__).parent
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(here / "test_triton_kernels.py")],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(here / file)],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         cwd=here.parents[1],
         capture_output=True,

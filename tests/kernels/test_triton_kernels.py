@@ -103,6 +103,7 @@ def test_plan_equals_reference():
         assert torch.equal(plan.slot_of_pick_TK, truth.slot_of_pick_TK)
         assert torch.equal(plan.segment_E1, truth.segment_E1)
         assert torch.equal(plan.expert_of_tile_M, truth.expert_of_tile_M)
+        assert torch.equal(plan.segments_by_size_E3, truth.segments_by_size_E3)
         assert torch.equal(plan.pick_of_slot_R[:used], truth.pick_of_slot_R[:used])
 
 
@@ -148,6 +149,18 @@ def test_weights_in_either_order_of_address():
     for first, second in ((0, 1), (1, 0)):
         swapped = problem._replace(w1_EFD=both[first].requires_grad_(), w3_EFD=both[second].requires_grad_())
         assert_matches_oracle(experts, swapped, TOLERANCE[torch.float32])
+
+
+def test_weights_exactly_2_31_elements_apart():
+    """The distance -2^31 is an int32, 2^31 isn't. On a CPU the gap of 4 GiB between the weights is never touched."""
+    problem = random_problem(18, 2, 3, 16, 24, device=DEVICE, dtype=HALF)
+    size = problem.w1_EFD.numel()
+    memory = torch.empty(2**31 + size, dtype=HALF, device=DEVICE)
+    w3_EFD, w1_EFD = (memory[start : start + size].view_as(problem.w1_EFD) for start in (0, 2**31))
+    w1_EFD.copy_(problem.w1_EFD.detach())
+    w3_EFD.copy_(problem.w3_EFD.detach())
+    apart = problem._replace(w1_EFD=w1_EFD.requires_grad_(), w3_EFD=w3_EFD.requires_grad_())
+    assert_matches_oracle(experts, apart, TOLERANCE[HALF])
 
 
 def test_repeated_runs_are_bitwise_equal():

@@ -1,14 +1,17 @@
 """AdamW as an ``OptimizersContainer``: scalars instead of parameter-group tables; sharding by FSDP, SO or EPSO."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 import torch.nn as nn
+from torch.optim import Optimizer
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 from torchtitan.distributed import ParallelDims
 
+from mula_titan.components.kernel_adamw import KernelAdamW, make_adamw
 from mula_titan.components.optimizer_sharding import OptimizerMeshes, ShardedAdamW
 from mula_titan.components.optimizer_sharding.owners import Sharding
 
@@ -142,6 +145,17 @@ class AdamWContainer(OptimizersContainer):
             offload=config.offload_states,
             clip_after_step=config.clip_after_step,
         )
+
+    @staticmethod
+    def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
+        return make_adamw if name == "AdamW" else OptimizersContainer._resolve_optimizer_factory(name)
+
+    def parameters_to_clip(self) -> list[nn.Parameter]:
+        """What the loop's ``clip_grad_norm_`` takes: all parameters, or stand-ins where the update itself scales."""
+        kernels = [o for o in self.optimizers if isinstance(o, KernelAdamW)]
+        if len(kernels) < len(self.optimizers):
+            return [p for part in self.model_parts for p in part.parameters()]
+        return [p for optimizer in kernels for p in optimizer.norms()]
 
     def wait(self) -> None:
         """Before parameters are read other than by a forward pass or a state dict: wait until they are up to date."""

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from inductor_kernels import kernel_path
+from mula_titan.components.grad_norm import GradNorm
 from mula_titan.components.optimizer_sharding.buckets import Bucket
 from mula_titan.components.optimizer_sharding.layout import Slot, plan_buckets
 from mula_titan.components.optimizer_sharding.owners import OptimizerMeshes
@@ -17,37 +18,6 @@ from mula_titan.components.optimizer_sharding.slices import FlatSlice
 
 GRAD_NORM = "grad_norm"
 """Name of the submodule that stands for all gradients; it is in no state dict."""
-
-
-class GradNorm(nn.Module):
-    """What a training loop's ``clip_grad_norm_`` finds in place of the gradients: their norm over this stage's ranks.
-
-    The gradient of the one parameter is ``(norm, tiny)``, equal on all ranks of the stage. The square of ``tiny``
-    vanishes in float32, so the loop computes the right norm (over pipeline stages too); and whatever factor it scales
-    gradients with can be read exactly from the second element, since ``tiny`` is a power of two.
-    """
-
-    TINY = 2.0**-100
-
-    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
-        super().__init__()
-        self._mesh = mesh
-        self.value = nn.Parameter(self._replicated(torch.zeros(2, device=device)), requires_grad=False)
-
-    def _load_from_state_dict(self, *_: Any) -> None:
-        """No state dict has it."""
-
-    def _replicated(self, local: torch.Tensor) -> DTensor:
-        return DTensor.from_local(local, self._mesh, [Replicate()], run_check=False)
-
-    def set(self, norm: torch.Tensor) -> None:
-        """Show the norm, a float32 scalar, to the loop."""
-        self.value.grad = self._replicated(torch.stack([norm, torch.full_like(norm, self.TINY)]))
-
-    def factor(self) -> torch.Tensor:
-        """What the loop has multiplied gradients with, a float32 scalar on the device."""
-        assert isinstance(self.value.grad, DTensor)
-        return self.value.grad.to_local()[1] / self.TINY
 
 
 class _Gradient:
@@ -88,8 +58,8 @@ class ShardedAdamW(torch.optim.AdamW):
     the updated parameters are waited for where the next forward needs them. A parameter without a gradient is updated
     with zero.
 
-    Gradients are sums: nothing is divided by a number of ranks. The update is PyTorch's AdamW
-    (``torch.optim.adamw.adamw``) on flat tensors.
+    Gradients are sums: nothing is divided by a number of ranks. The update is PyTorch's AdamW on flat tensors: the
+    kernel of ``inductor_kernels`` if ``fused`` is asked for and there is one, else ``torch.optim.adamw.adamw``.
     """
 
     def __init__(
@@ -137,6 +107,7 @@ class ShardedAdamW(torch.optim.AdamW):
                 param_dtype=param_dtype,
                 grad_dtype=grad_dtype,
                 offload=offload,
+                kernels=bool(param_groups[0].get("fused")) and not offload and kernel_path(device) == "triton",
             )
             for layout in layouts
         ]
@@ -172,7 +143,7 @@ class ShardedAdamW(torch.optim.AdamW):
             self._register(gradient)
         for part in parts:
             self._register_part(part)
-        self.grad_norm = GradNorm(meshes.stage, device)
+        self.grad_norm = GradNorm(meshes.stage, [Replicate()], device)
         parts[0].register_module(GRAD_NORM, self.grad_norm)
         self.zero_grad()
 
@@ -250,7 +221,7 @@ class ShardedAdamW(torch.optim.AdamW):
         for bucket, _ in order:
             bucket.clip(factor)
         for bucket, group in order:
-            bucket.update(self._steps.clone(), self.param_groups[group])
+            bucket.update(self._steps, self.param_groups[group])
             bucket.gather()
         self._steps += 1
         self._num_steps += 1

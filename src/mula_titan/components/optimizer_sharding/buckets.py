@@ -1,5 +1,6 @@
 """Flat buffers of one bucket and what happens to them in a step: reduce, update, gather."""
 
+import importlib
 from typing import Any
 
 import torch
@@ -9,6 +10,11 @@ from torch.optim.adamw import adamw
 from mula_titan.components.optimizer_sharding.layout import ALIGN, BucketLayout, Slot
 from mula_titan.components.optimizer_sharding.owners import Owners
 from mula_titan.components.optimizer_sharding.slices import FlatSlice
+
+
+def _kernels() -> Any:
+    """The kernels' module, which imports triton."""
+    return importlib.import_module("inductor_kernels.adamw")
 
 
 class Bucket:
@@ -26,7 +32,9 @@ class Bucket:
         param_dtype: torch.dtype,
         grad_dtype: torch.dtype,
         offload: bool,
+        kernels: bool,
     ) -> None:
+        """``kernels``: norm and update by those of ``inductor_kernels``; states on the device only."""
         self.layout, self.owners = layout, owners
         self.rank = owners.mesh.get_local_rank()
         self.params = torch.zeros(layout.numel, dtype=param_dtype, device=device)
@@ -45,6 +53,9 @@ class Bucket:
         self._sent = self.params if self.alone else self.master
         if not self.alone and (param_dtype != torch.float32 or offload):
             self._sent = torch.zeros(size, dtype=param_dtype, device=device)
+        self.has_kernels = kernels
+        self._factor: torch.Tensor | None = None
+        self._is_sent_current = False
         self._host_grad = torch.zeros(size, **home) if offload else None
         self._on_host: torch.Event | None = None
         self._reducing: dist.Work | None = None
@@ -100,12 +111,17 @@ class Bucket:
 
     def norm(self) -> torch.Tensor:
         """Norm of this rank's shard of the gradient, float32 scalar."""
+        if self.has_kernels:
+            return _kernels().square_sum([self.grad_shard]).sqrt()
         # Norms of norms: torch's CPU kernel sums a long vector with an error that grows (1 % at 1e8 elements).
         rows = torch.linalg.vector_norm(self.grad_shard.view(-1, ALIGN), dim=1, dtype=torch.float32)
         return torch.linalg.vector_norm(rows)
 
     def clip(self, factor: torch.Tensor | None) -> None:
-        """Scale this rank's gradients; with offloaded states start their way to the host."""
+        """Scale this rank's gradients, or let the update do it; with offloaded states start their way to the host."""
+        if self.has_kernels:
+            self._factor = factor
+            return
         if factor is not None:
             self.grad_shard.mul_(factor)
         if self._host_grad is not None:
@@ -114,21 +130,37 @@ class Bucket:
                 self._on_host = torch.Event(self.grad_shard.device)
                 self._on_host.record()
 
-    def update(self, step: torch.Tensor, group: dict[str, Any]) -> None:
-        """PyTorch's AdamW on this rank's shard; ``step`` (fp32 scalar) counts the updates before this one."""
+    def update(self, steps: torch.Tensor, group: dict[str, Any]) -> None:
+        """PyTorch's AdamW on this rank's shard; ``steps`` (fp32 scalar) counts the updates before this one."""
+        beta1, beta2 = group["betas"]
+        if self.has_kernels:
+            self._is_sent_current = self._sent is not self.master
+            kernels = _kernels()
+            rates = kernels.update_rates((steps + 1)[None], float(group["lr"]), (beta1, beta2), group["weight_decay"])
+            kernels.adamw(
+                self.master,
+                self.grad_shard,
+                self.exp_avg,
+                self.exp_avg_sq,
+                rates[0],
+                betas=(beta1, beta2),
+                eps=group["eps"],
+                factor=self._factor,
+                copy_N=self._sent if self._is_sent_current else None,
+            )
+            return
         grad = self.grad_shard
         if self._host_grad is not None:
             if self._on_host is not None:
                 self._on_host.synchronize()
             grad = self._host_grad
-        beta1, beta2 = group["betas"]
         adamw(
             [self.master],
             [grad.float()],
             [self.exp_avg],
             [self.exp_avg_sq],
             [],
-            [step],
+            [steps.clone()],
             foreach=group["foreach"],
             fused=group["fused"],
             amsgrad=False,
@@ -142,8 +174,9 @@ class Bucket:
 
     def gather(self) -> None:
         """Start spreading the updated master weights, cast to the parameters' dtype, to all ranks."""
-        if self._sent is not self.master:
+        if self._sent is not self.master and not self._is_sent_current:
             self._sent.copy_(self.master, non_blocking=True)
+        self._is_sent_current = False
         if self.alone:
             return
         # Not in place: the input is no part of the output, which oneCCL would have to be told.
