@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton", reason="this build of torch brings no tri
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from inductor_kernels import configs, grouped_gemm, index, layer, permute, swiglu  # noqa: E402
+from inductor_kernels import adamw, configs, grouped_gemm, index, layer, permute, swiglu  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32"}
@@ -91,3 +91,30 @@ def test_machine_code(case, T, D, F, E, K, distance, monkeypatch, tmp_path):
             products = set(re.findall(r"wgmma.mma_async.sync.aligned.(m\d+n\d+k\d+)", kernel.asm["ptx"]))
             assert products == {"m64n256k16"}, (name, products)
             assert "cp.async.bulk.tensor" in kernel.asm["ptx"], f"{name} has no tensor-memory loads"
+
+
+@pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this build of triton brings no CUDA tools")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_machine_code_of_the_update(dtype, monkeypatch, tmp_path):
+    """All memory is moved 16 bytes at a time, and no register spills."""
+    compiled: dict[str, Any] = {}
+
+    def launch(kernel, grid, *args, num_warps, **constants):
+        compiled[kernel.fn.__name__] = compile_for(90, kernel, args, constants, num_warps=num_warps)
+
+    monkeypatch.setattr(adamw, "launch", launch)
+    x_N, copy_N = (torch.empty(1_000_000, dtype=d, device="meta") for d in (dtype, torch.bfloat16))
+    rates_4 = torch.empty(4, device="meta")
+    adamw.adamw(x_N, x_N, x_N, x_N, rates_4, betas=(0.9, 0.95), eps=1e-8, factor=rates_4, copy_N=copy_N)
+    adamw.square_sum([x_N])
+    assert set(compiled) == {"_adamw_kernel", "_square_sum_kernel"}
+    for name, kernel in compiled.items():
+        binary = tmp_path / name
+        binary.write_bytes(kernel.asm["cubin"])
+        usage = subprocess.run([CUOBJDUMP, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
+        assert re.search(r"STACK:(\d+)", usage)[1] == "0", f"{name} spills registers: {usage}"
+        code = subprocess.run([CUOBJDUMP, "-sass", binary], capture_output=True, text=True, check=True).stdout
+        assert len(re.findall(r"LDG\.E\.128", code)) >= 4, name
+        assert name == "_square_sum_kernel" or len(re.findall(r"STG\.E\.128", code)) >= 4, name
+        scalars = re.findall(r"LDG\.E(?!\.128)", code)
+        assert len(scalars) <= 4, f"{name} loads {len(scalars)} times less than 16 bytes a thread"
