@@ -41,7 +41,7 @@ def kernel_path(device: torch.device) -> Path:
             except ImportError as error:
                 reason = f"Triton cannot be imported: {error}"
         _path_of_device[device.type] = path
-        _log.info("MoE experts on %s: %s path (%s)", device.type, path, reason)
+        _log.info("Kernels on %s: %s path (%s)", device.type, path, reason)
     return _path_of_device[device.type]
 
 
@@ -61,7 +61,7 @@ def _run(function: str, device: torch.device, *args: Any) -> Any:
     if kernel_path(device) == "triton":
         try:
             return getattr(importlib.import_module(f"{__package__}.layer"), function)(*args)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, torch.AcceleratorError):  # after the latter nothing runs on the device
             raise
         except Exception as error:
             if _forced_path is not None:
