@@ -14,7 +14,7 @@ from mula_titan.components.guard import local_part
 def make_adamw(param_groups: list[dict[str, Any]], **kwargs: Any) -> torch.optim.AdamW:
     """:class:`KernelAdamW` where ``fused`` is asked for and there are kernels, else ``torch.optim.AdamW``."""
     has_kernels = all(
-        group["fused"] and kernel_path(p.device) == "triton" and local_part(p).is_contiguous()
+        group.get("fused", kwargs.get("fused")) and kernel_path(p.device) == "triton" and local_part(p).is_contiguous()
         for group in param_groups
         for p in group["params"]
     )
