@@ -5,18 +5,11 @@ Without a GPU, test_interpreter.py runs this file in a process of its own with T
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
+from where import DEVICE, HALF, needs_kernels
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() else "xpu" if torch.xpu.is_available() else "cpu"
-pytestmark = pytest.mark.skipif(
-    DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU; test_interpreter.py runs this file with the interpreter"
-)
-# The interpreter cuts bf16 off instead of rounding: on CPU the 16-bit case is fp16.
-HALF = torch.float16 if DEVICE == "cpu" else torch.bfloat16
+pytestmark = needs_kernels
 OPTIONS = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 LR = 3e-3
 GUARD = 64

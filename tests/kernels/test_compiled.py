@@ -49,6 +49,13 @@ def compile_for(capability: int, kernel: Any, args: tuple[Any, ...], constants: 
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
+def disassembled(kernel: Any, what: str, folder: Path) -> str:
+    """What cuobjdump tells of a compiled kernel."""
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(kernel.asm["cubin"])
+    return subprocess.run([CUOBJDUMP, what, binary], capture_output=True, text=True, check=True).stdout
+
+
 @pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this build of triton brings no CUDA tools")
 @pytest.mark.parametrize(
     ("T", "D", "F", "E", "K", "distance"),
@@ -82,9 +89,7 @@ def test_machine_code(case, T, D, F, E, K, distance, monkeypatch, tmp_path):
     others |= {"_gather_kernel"} if case == "Hopper" else set()
     assert set(compiled) == gemms | others
     for name, kernel in compiled.items():
-        binary = tmp_path / name
-        binary.write_bytes(kernel.asm["cubin"])
-        usage = subprocess.run([CUOBJDUMP, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
+        usage = disassembled(kernel, "-res-usage", tmp_path)
         assert re.search(r"STACK:(\d+)", usage)[1] == "0", f"{name} spills registers: {usage}"
         assert kernel.metadata.shared <= SHARED_MEMORY[capability], name
         if name in gemms and case == "Hopper":
@@ -109,11 +114,9 @@ def test_machine_code_of_the_update(dtype, monkeypatch, tmp_path):
     adamw.square_sum([x_N])
     assert set(compiled) == {"_adamw_kernel", "_square_sum_kernel"}
     for name, kernel in compiled.items():
-        binary = tmp_path / name
-        binary.write_bytes(kernel.asm["cubin"])
-        usage = subprocess.run([CUOBJDUMP, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
+        usage = disassembled(kernel, "-res-usage", tmp_path)
         assert re.search(r"STACK:(\d+)", usage)[1] == "0", f"{name} spills registers: {usage}"
-        code = subprocess.run([CUOBJDUMP, "-sass", binary], capture_output=True, text=True, check=True).stdout
+        code = disassembled(kernel, "-sass", tmp_path)
         assert len(re.findall(r"LDG\.E\.128", code)) >= 4, name
         assert name == "_square_sum_kernel" or len(re.findall(r"STG\.E\.128", code)) >= 4, name
         scalars = re.findall(r"LDG\.E(?!\.128)", code)

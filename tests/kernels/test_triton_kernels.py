@@ -5,22 +5,15 @@ Without a GPU, test_interpreter.py runs this file in a process of its own with T
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from oracle import Problem, assert_matches_oracle, output_and_gradients, random_problem, token_loop
+from where import DEVICE, HALF, needs_kernels
 
 from inductor_kernels import moe_experts, reference, sorted_experts, use_path
 from inductor_kernels.configs import layer_config
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() else "xpu" if torch.xpu.is_available() else "cpu"
-pytestmark = pytest.mark.skipif(
-    DEVICE == "cpu" and not INTERPRETED, reason="needs a GPU; test_interpreter.py runs this file with the interpreter"
-)
-# The interpreter multiplies bf16 bit patterns as integers: on CPU the 16-bit case is fp16.
-HALF = torch.float16 if DEVICE == "cpu" else torch.bfloat16
+pytestmark = needs_kernels
 # fp32: summation order only. 16 bit: inputs, intermediates and outputs each rounded to 8 (bf16) or 11 (fp16) bits.
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
