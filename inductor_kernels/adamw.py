@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, launch
+from .launch import cdiv, constants, launch
 
 
 @triton.jit
@@ -135,6 +135,17 @@ def adamw(
     launch(
         _adamw_kernel,
         (cdiv(numel, _BLOCK * _UPDATE_STEPS),),
+        constants(
+            BETA1=betas[0],
+            BETA2=betas[1],
+            EPS=eps,
+            CLIP=factor is not None,
+            COPY=copy_N is not None,
+            EXACT=param_N.dtype == torch.float32,
+            BLOCK=_BLOCK,
+            STEPS=_UPDATE_STEPS,
+            num_warps=8,
+        ),
         param_N,
         grad_N,
         exp_avg_N,
@@ -143,15 +154,6 @@ def adamw(
         rates_4,
         rates_4 if factor is None else factor,
         numel,
-        BETA1=betas[0],
-        BETA2=betas[1],
-        EPS=eps,
-        CLIP=factor is not None,
-        COPY=copy_N is not None,
-        EXACT=param_N.dtype == torch.float32,
-        BLOCK=_BLOCK,
-        STEPS=_UPDATE_STEPS,
-        num_warps=8,
     )
 
 
@@ -165,13 +167,11 @@ def square_sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             launch(
                 _square_sum_kernel,
                 (size,),
+                constants(BLOCK=_BLOCK, STEPS=_NORM_STEPS, num_warps=8),
                 x,
                 partials,
                 first,
                 x.numel(),
-                BLOCK=_BLOCK,
-                STEPS=_NORM_STEPS,
-                num_warps=8,
             )
         first += size
     return partials.sum()

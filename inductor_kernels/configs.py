@@ -20,6 +20,7 @@ class GemmConfig:
     """Rows of an output tile. For the row GEMMs this is the row tile that segments are padded to."""
     block_n: int
     block_k: int
+    """Of the weight gradients', which contract over rows: a divisor of half a row tile."""
     num_warps: int = 8
     num_stages: int = 3
     group_m: int = 8
@@ -75,7 +76,7 @@ _XPU_16BIT = _uniform(GemmConfig(block_m=128, block_n=128, block_k=32, num_warps
 _GENERIC_16BIT = _uniform(GemmConfig(block_m=64, block_n=128, block_k=32, num_warps=4))
 # Small contraction blocks: products without tensor cores are unrolled, and larger ones spill registers.
 _GENERIC_FP32 = _uniform(GemmConfig(block_m=64, block_n=64, block_k=16, num_warps=8, num_stages=2))
-_INTERPRETER = _uniform(GemmConfig(block_m=16, block_n=32, block_k=16, num_stages=1))
+_INTERPRETER = _uniform(GemmConfig(block_m=16, block_n=32, block_k=8, num_stages=1))
 
 
 @functools.cache

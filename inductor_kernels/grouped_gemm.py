@@ -2,8 +2,8 @@
 
 Row GEMMs (`gate_up`, `down`, `down_backward`, `gate_up_backward`) produce one row tile of the expert-major slots; a
 row tile belongs to one expert (see `plan.Plan`). Weight-gradient GEMMs contract over the slots of one expert. All of
-them accumulate in fp32, add in a fixed order and write every element of every segment, padding included: rows of
-padding slots are zero because the gathered input rows of padding slots are.
+them accumulate in fp32 and add in a fixed order. Rows of padding slots are zero because the gathered input rows of
+padding slots are; the second half of a row tile that holds nothing but padding is undefined, and never read into a sum.
 
 Programs are persistent where the number of cores is known: program p takes tiles p, p + programs, ... so that the loads
 of the next tile can overlap the epilogue of this one.
@@ -14,14 +14,14 @@ N column tiles.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import torch
 import triton
 import triton.language as tl
 
 from .configs import GemmConfig, num_programs
-from .launch import cdiv, launch
+from .launch import Constants, cdiv, constants, launch
 from .plan import Plan
 
 
@@ -252,11 +252,65 @@ def _gather_rows(ptr, picks, col, K: tl.constexpr, COLS: tl.constexpr, BC: tl.co
 
 
 @triton.jit
+def _gate_up_tile(
+    x_ptr,
+    pick_of_slot_ptr,
+    w13,
+    h_ptr,
+    gate_up_ptr,
+    w3_minus_w1,
+    R,
+    e,
+    row,
+    col,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GATHER: tl.constexpr,
+    SAVE: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    DESC: tl.constexpr,
+    STORE_DESC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """BM rows of `_gate_up_kernel` from `row` on, BN columns from `col` on."""
+    if GATHER:
+        picks = tl.load(pick_of_slot_ptr + row + tl.arange(0, BM))
+    else:
+        x = _rows_operand(x_ptr, R, D, D, BM, BK, DESC)
+    acc = tl.zeros((BM, 2 * BN), tl.float32)
+    for k in tl.range(0, D, BK):
+        if GATHER:  # noqa: SIM108
+            a = _gather_rows(x_ptr, picks, k, K, D, BK)
+        else:
+            a = _load_rows(x, row, k, D, D, BM, BK, DESC)
+        b = _load_both(w13, w3_minus_w1, e, col, k, F, D, BN, BK, DESC)
+        acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
+    # Backward recomputes h from the stored pre-activations: round them first so that both see the same h.
+    if SWAPPED:
+        up, gate = _split_columns(acc.to(h_ptr.dtype.element_ty), BM, 2 * BN)
+    else:
+        gate, up = _split_columns(acc.to(h_ptr.dtype.element_ty), BM, 2 * BN)
+    if SAVE:
+        gate_out = _rows_operand(gate_up_ptr, R, F, 2 * F, BM, BN, STORE_DESC)
+        up_out = _rows_operand(gate_up_ptr + F, R, F, 2 * F, BM, BN, STORE_DESC)
+        _store_rows(gate_out, row, col, gate, F, 2 * F, BM, BN, STORE_DESC)
+        _store_rows(up_out, row, col, up, F, 2 * F, BM, BN, STORE_DESC)
+    h_out = _rows_operand(h_ptr, R, F, F, BM, BN, STORE_DESC)
+    gate32 = gate.to(tl.float32)
+    h = gate32 * tl.sigmoid(gate32) * up.to(tl.float32)
+    _store_rows(h_out, row, col, h, F, F, BM, BN, STORE_DESC)
+
+
+@triton.jit
 def _gate_up_kernel(
     x_ptr,
     pick_of_slot_ptr,
     expert_of_tile_ptr,
-    slots_in_use_ptr,
+    segment_ptr,
     w1_ptr,
     h_ptr,
     gate_up_ptr,
@@ -278,40 +332,70 @@ def _gate_up_kernel(
     FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    num_m = tl.load(slots_in_use_ptr) // BM
+    num_m = tl.load(segment_ptr + E) // BM
     num_n: tl.constexpr = (F + BN - 1) // BN
     w13 = _pair_operand(w1_ptr, w3_minus_w1, E, F, D, BN, BK, 2, SWAPPED, DESC)
-    if not GATHER:
-        x = _rows_operand(x_ptr, R, D, D, BM, BK, DESC)
-    h_out = _rows_operand(h_ptr, R, F, F, BM, BN, STORE_DESC)
-    if SAVE:
-        gate_out = _rows_operand(gate_up_ptr, R, F, 2 * F, BM, BN, STORE_DESC)
-        up_out = _rows_operand(gate_up_ptr + F, R, F, 2 * F, BM, BN, STORE_DESC)
-    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+    num_tiles = num_m * num_n
+    num_programs = tl.num_programs(0)
+    for turn_tile in tl.range(tl.program_id(0), num_tiles, num_programs, flatten=FLATTEN):
+        # Half tiles may come at a regular distance: shift by one each turn, so that each program gets its share.
+        turn = turn_tile // num_programs
+        shifted = turn * num_programs + (turn_tile + turn) % num_programs
+        tile = tl.where((turn + 1) * num_programs <= num_tiles, shifted, turn_tile)
         m, n = _tile_coordinates(tile, num_m, num_n, GROUP_M)
         e = tl.load(expert_of_tile_ptr + m)
-        rows = m * BM + tl.arange(0, BM)
-        if GATHER:
-            picks = tl.load(pick_of_slot_ptr + rows)
-        acc = tl.zeros((BM, 2 * BN), tl.float32)
-        for k in tl.range(0, D, BK):
-            if GATHER:  # noqa: SIM108
-                a = _gather_rows(x_ptr, picks, k, K, D, BK)
-            else:
-                a = _load_rows(x, m * BM, k, D, D, BM, BK, DESC)
-            b = _load_both(w13, w3_minus_w1, e, n * BN, k, F, D, BN, BK, DESC)
-            acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
-        # Backward recomputes h from the stored pre-activations: round them first so that both see the same h.
-        if SWAPPED:
-            up, gate = _split_columns(acc.to(h_ptr.dtype.element_ty), BM, 2 * BN)
-        else:
-            gate, up = _split_columns(acc.to(h_ptr.dtype.element_ty), BM, 2 * BN)
-        if SAVE:
-            _store_rows(gate_out, m * BM, n * BN, gate, F, 2 * F, BM, BN, STORE_DESC)
-            _store_rows(up_out, m * BM, n * BN, up, F, 2 * F, BM, BN, STORE_DESC)
-        gate32 = gate.to(tl.float32)
-        h = gate32 * tl.sigmoid(gate32) * up.to(tl.float32)
-        _store_rows(h_out, m * BM, n * BN, h, F, F, BM, BN, STORE_DESC)
+        row = m * BM
+        col = n * BN
+        if tl.load(pick_of_slot_ptr + row + BM // 2) >= 0:
+            _gate_up_tile(
+                x_ptr,
+                pick_of_slot_ptr,
+                w13,
+                h_ptr,
+                gate_up_ptr,
+                w3_minus_w1,
+                R,
+                e,
+                row,
+                col,
+                K,
+                D,
+                F,
+                BM,
+                BN,
+                BK,
+                GATHER,
+                SAVE,
+                SWAPPED,
+                DESC,
+                STORE_DESC,
+                PRECISION,
+            )
+        else:  # the second half is padding that nobody reads: one tile in two where experts have few rows
+            _gate_up_tile(
+                x_ptr,
+                pick_of_slot_ptr,
+                w13,
+                h_ptr,
+                gate_up_ptr,
+                w3_minus_w1,
+                R,
+                e,
+                row,
+                col,
+                K,
+                D,
+                F,
+                BM // 2,
+                BN,
+                BK,
+                GATHER,
+                SAVE,
+                SWAPPED,
+                DESC,
+                STORE_DESC,
+                PRECISION,
+            )
 
 
 @triton.jit
@@ -320,7 +404,7 @@ def _down_kernel(
     slot_of_pick_ptr,
     pick_of_slot_ptr,
     expert_of_tile_ptr,
-    slots_in_use_ptr,
+    segment_ptr,
     weights_ptr,
     w2_ptr,
     out_ptr,
@@ -339,7 +423,7 @@ def _down_kernel(
     FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    num_m = tl.load(slots_in_use_ptr) // BM
+    num_m = tl.load(segment_ptr + E) // BM
     num_n: tl.constexpr = (D + BN - 1) // BN
     h = _rows_operand(h_ptr, R, F, F, BM, BK, DESC)
     if SCATTER:
@@ -370,7 +454,7 @@ def _down_backward_kernel(
     dout_ptr,
     pick_of_slot_ptr,
     expert_of_tile_ptr,
-    slots_in_use_ptr,
+    segment_ptr,
     w2_ptr,
     dh_ptr,
     E,
@@ -388,7 +472,7 @@ def _down_backward_kernel(
     FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    num_m = tl.load(slots_in_use_ptr) // BM
+    num_m = tl.load(segment_ptr + E) // BM
     num_n: tl.constexpr = (F + BN - 1) // BN
     w2 = _weight_operand(w2_ptr, E, D, F, BK, BN, DESC)
     dh = _rows_operand(dh_ptr, R, F, F, BM, BN // 2, STORE_DESC)
@@ -418,7 +502,7 @@ def _gate_up_backward_kernel(
     slot_of_pick_ptr,
     pick_of_slot_ptr,
     expert_of_tile_ptr,
-    slots_in_use_ptr,
+    segment_ptr,
     w1_ptr,
     dx_ptr,
     w3_minus_w1,
@@ -438,7 +522,7 @@ def _gate_up_backward_kernel(
     FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    num_m = tl.load(slots_in_use_ptr) // BM
+    num_m = tl.load(segment_ptr + E) // BM
     num_n: tl.constexpr = (D + BN - 1) // BN
     dgate_up = _rows_operand(dgate_up_ptr, R, 2 * F, 2 * F, BM, BK, DESC)
     if SCATTER:
@@ -547,12 +631,14 @@ def _weight_grad_kernel(
 
 def _descriptors_fit(*tensors: torch.Tensor) -> bool:
     """Tensor descriptors need 16-byte aligned bases and rows."""
-    return not any(t.shape[-1] * t.element_size() % 16 or t.data_ptr() % 16 for t in tensors)
+    return not any([t.shape[-1] * t.element_size() % 16 or t.data_ptr() % 16 for t in tensors])
 
 
 def _precision(tensor: torch.Tensor) -> str:
     """fp32 inputs follow torch's own switch for matrix products; 16-bit inputs don't care."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 and tensor.is_cuda else "ieee"
+    if tensor.dtype == torch.float32 and tensor.is_cuda and torch.backends.cuda.matmul.allow_tf32:
+        return "tf32"
+    return "ieee"
 
 
 def _grid(device: torch.device, max_tiles: int) -> tuple[int]:
@@ -560,19 +646,27 @@ def _grid(device: torch.device, max_tiles: int) -> tuple[int]:
     return (max(1, min(num_programs(device) or max_tiles, max_tiles)),)
 
 
-def _launch_options(config: GemmConfig, *tensors: torch.Tensor) -> dict[str, Any]:
-    return {
-        "BM": config.block_m,
-        "BN": config.block_n,
-        "BK": config.block_k,
-        "GROUP_M": config.group_m,
-        "DESC": (fits := _descriptors_fit(*tensors)),
-        "STORE_DESC": fits and config.descriptor_stores,
-        "FLATTEN": config.flatten,
-        "PRECISION": _precision(tensors[0]),
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
+@functools.cache
+def _constants(config: GemmConfig, descriptors: bool, precision: str, **values: int) -> Constants:
+    """`constants` of a GEMM: tiles and stages from its config, the rest by name."""
+    return constants(
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        BM=config.block_m,
+        BN=config.block_n,
+        BK=config.block_k,
+        GROUP_M=config.group_m,
+        DESC=descriptors,
+        STORE_DESC=descriptors and config.descriptor_stores,
+        FLATTEN=config.flatten,
+        PRECISION=precision,
+        **values,
+    )
+
+
+def _launch_constants(config: GemmConfig, *tensors: torch.Tensor, **values: int) -> Constants:
+    """Of a kernel that reads these tensors by descriptors where they allow it."""
+    return _constants(config, _descriptors_fit(*tensors), _precision(tensors[0]), **values)
 
 
 def _distance(w1_EFD: torch.Tensor, w3_EFD: torch.Tensor) -> int:
@@ -580,13 +674,11 @@ def _distance(w1_EFD: torch.Tensor, w3_EFD: torch.Tensor) -> int:
     return (w3_EFD.data_ptr() - w1_EFD.data_ptr()) // w1_EFD.element_size()
 
 
-def _pair_options(config: GemmConfig, distance: int, *tensors: torch.Tensor) -> dict[str, Any]:
-    """`_launch_options` of a kernel that reads W1 and W3 as one operand."""
-    options = _launch_options(config, *tensors)
+def _pair_constants(config: GemmConfig, distance: int, *tensors: torch.Tensor, **values: int) -> Constants:
+    """`_launch_constants` of a kernel that reads W1 and W3 as one operand."""
     # Tensor descriptors on Hopper take strides below 2^40 bytes.
-    options["DESC"] &= abs(distance) * tensors[-1].element_size() < 2**40
-    options["SWAPPED"] = options["DESC"] and distance < 0
-    return options
+    fit = abs(distance) * tensors[-1].element_size() < 2**40 and _descriptors_fit(*tensors)
+    return _constants(config, fit, _precision(tensors[0]), SWAPPED=fit and distance < 0, **values)
 
 
 def gate_up(
@@ -608,22 +700,17 @@ def gate_up(
     launch(
         _gate_up_kernel,
         _grid(x_TD.device, tiles),
+        _pair_constants(config, distance, x_TD, w1_EFD, w3_EFD, K=K, D=D, F=F, GATHER=config.gather, SAVE=save),
         x_TD,
         plan.pick_of_slot_R,
         plan.expert_of_tile_M,
-        plan.segment_E1[E:],
+        plan.segment_E1,
         w1_EFD,
         h_RF,
         gate_up_R2F,
         distance,
         E,
         R,
-        K=K,
-        D=D,
-        F=F,
-        GATHER=config.gather,
-        SAVE=save,
-        **_pair_options(config, distance, x_TD, w1_EFD, w3_EFD),
     )
     return h_RF, gate_up_R2F
 
@@ -640,21 +727,18 @@ def down(
     launch(
         _down_kernel,
         _grid(h_RF.device, tiles),
+        _launch_constants(config, h_RF, w2_EDF, D=D, F=F, SCATTER=K == 1),
         h_RF,
         plan.slot_of_pick_TK,
         plan.pick_of_slot_R,
         plan.expert_of_tile_M,
-        plan.segment_E1[E:],
+        plan.segment_E1,
         weights_TK,
         w2_EDF,
         out,
         T,
         E,
         R,
-        D=D,
-        F=F,
-        SCATTER=K == 1,
-        **_launch_options(config, h_RF, w2_EDF),
     )
     return out
 
@@ -668,19 +752,15 @@ def down_backward(dout: torch.Tensor, w2_EDF: torch.Tensor, plan: Plan, config: 
     launch(
         _down_backward_kernel,
         _grid(dout.device, tiles),
+        _launch_constants(config, dout, w2_EDF, K=plan.slot_of_pick_TK.shape[1], D=D, F=F, GATHER=config.gather),
         dout,
         plan.pick_of_slot_R,
         plan.expert_of_tile_M,
-        plan.segment_E1[E:],
+        plan.segment_E1,
         w2_EDF,
         dh_RF,
         E,
         R,
-        K=plan.slot_of_pick_TK.shape[1],
-        D=D,
-        F=F,
-        GATHER=config.gather,
-        **_launch_options(config, dout, w2_EDF),
     )
     return dh_RF
 
@@ -698,21 +778,18 @@ def gate_up_backward(
     launch(
         _gate_up_backward_kernel,
         _grid(dx.device, tiles),
+        _pair_constants(config, distance, dgate_up_R2F, w1_EFD, w3_EFD, D=D, F=F, SCATTER=K == 1),
         dgate_up_R2F,
         plan.slot_of_pick_TK,
         plan.pick_of_slot_R,
         plan.expert_of_tile_M,
-        plan.segment_E1[E:],
+        plan.segment_E1,
         w1_EFD,
         dx,
         distance,
         T,
         E,
         R,
-        D=D,
-        F=F,
-        SCATTER=K == 1,
-        **_pair_options(config, distance, dgate_up_R2F, w1_EFD, w3_EFD),
     )
     return dx
 
@@ -736,6 +813,19 @@ def gate_up_weight_grad(
     launch(
         _weight_grad_kernel,
         _grid(x.device, tiles),
+        _launch_constants(
+            config,
+            dgate_up_R2F,
+            x,
+            dw1_EFD,
+            K=plan.slot_of_pick_TK.shape[1],
+            A_COLS=F,
+            B_COLS=width,
+            OUT_COLS=D,
+            HALVES=2,
+            GATHER_A=False,
+            GATHER_B=config.gather,
+        ),
         dgate_up_R2F,
         x,
         plan.pick_of_slot_R,
@@ -745,14 +835,6 @@ def gate_up_weight_grad(
         E,
         dgate_up_R2F.shape[0],
         column,
-        K=plan.slot_of_pick_TK.shape[1],
-        A_COLS=F,
-        B_COLS=width,
-        OUT_COLS=D,
-        HALVES=2,
-        GATHER_A=False,
-        GATHER_B=config.gather,
-        **_launch_options(config, dgate_up_R2F, x, dw1_EFD),
     )
 
 
@@ -767,6 +849,18 @@ def down_weight_grad(
     launch(
         _weight_grad_kernel,
         _grid(dout_TD.device, tiles),
+        _launch_constants(
+            config,
+            dout_TD,
+            weighted_h_RF,
+            K=plan.slot_of_pick_TK.shape[1],
+            A_COLS=D,
+            B_COLS=F,
+            OUT_COLS=F,
+            HALVES=1,
+            GATHER_A=config.gather,
+            GATHER_B=False,
+        ),
         dout_TD,
         weighted_h_RF,
         plan.pick_of_slot_R,
@@ -776,13 +870,5 @@ def down_weight_grad(
         E,
         weighted_h_RF.shape[0],
         0,
-        K=plan.slot_of_pick_TK.shape[1],
-        A_COLS=D,
-        B_COLS=F,
-        OUT_COLS=F,
-        HALVES=1,
-        GATHER_A=config.gather,
-        GATHER_B=False,
-        **_launch_options(config, dout_TD, weighted_h_RF),
     )
     return dw2_EDF

@@ -10,14 +10,12 @@ bound), M = R / row_tile row tiles.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, launch, next_power_of_2
-from .plan import Plan, num_slots
+from .launch import cdiv, constants, launch, next_power_of_2
+from .plan import Plan
 
 
 @triton.jit
@@ -116,38 +114,36 @@ _TABLE = 16384
 _MAX_BLOCKS = 128
 
 
-def build_plan(ids_TK: torch.Tensor, num_experts: int, row_tile: int, max_rows: int) -> Plan:
-    """Slots of all picks. See `Plan` for the fields and `reference.build_plan` for the same in plain torch."""
+def build_plan(ids_TK: torch.Tensor, plan: Plan) -> None:
+    """Fill `plan` for these expert ids. See `reference.build_plan` for the same in plain torch."""
     num_picks = ids_TK.numel()
-    R = num_slots(num_picks, num_experts, row_tile, max_rows)
+    num_experts = plan.segments_by_size_E3.shape[0]
     experts_padded = next_power_of_2(num_experts)
     step = max(16, min(512, _TABLE // experts_padded))
     steps = cdiv(cdiv(num_picks, step), min(_MAX_BLOCKS, step))
     num_blocks = cdiv(num_picks, step * steps)
-    new = functools.partial(torch.empty, dtype=torch.int32, device=ids_TK.device)
-    counts_BE = new((num_blocks, num_experts))
-    plan = Plan(
-        slot_of_pick_TK=new(ids_TK.shape),
-        pick_of_slot_R=new(R),
-        segment_E1=new(num_experts + 1),
-        expert_of_tile_M=new(R // row_tile),
-        segments_by_size_E3=new((num_experts, 3)),
-    )
+    counts_BE = torch.empty((num_blocks, num_experts), dtype=torch.int32, device=ids_TK.device)
     launch(
         _count_kernel,
         (num_blocks,),
+        constants(E_PAD=experts_padded, STEP=step, num_warps=8),
         ids_TK,
         counts_BE,
         num_picks,
         steps,
         num_experts,
-        E_PAD=experts_padded,
-        STEP=step,
-        num_warps=8,
     )
     launch(
         _assign_kernel,
         (num_blocks,),
+        constants(
+            ROW_TILE=plan.row_tile,
+            E_PAD=experts_padded,
+            B_PAD=next_power_of_2(num_blocks),
+            STEP=step,
+            TILES=16,
+            num_warps=8,
+        ),
         ids_TK,
         counts_BE,
         plan.slot_of_pick_TK,
@@ -157,13 +153,6 @@ def build_plan(ids_TK: torch.Tensor, num_experts: int, row_tile: int, max_rows: 
         plan.segments_by_size_E3,
         num_picks,
         steps,
-        R,
+        plan.pick_of_slot_R.shape[0],
         num_experts,
-        ROW_TILE=row_tile,
-        E_PAD=experts_padded,
-        B_PAD=next_power_of_2(num_blocks),
-        STEP=step,
-        TILES=16,
-        num_warps=8,
     )
-    return plan

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+from triton import knobs
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 _compiled: dict[tuple, tuple[Any, list]] = {}
@@ -27,30 +30,47 @@ def _traits(args: tuple[torch.Tensor | int, ...]) -> list[Any]:
         if type(arg) is int:
             traits.append((arg == 1) + 2 * (arg % 16 == 0) + 4 * (-(2**31) <= arg < 2**31))
         else:
-            traits.append(arg.dtype)  # type: ignore[union-attr]
-            traits.append(arg.data_ptr() % 16 == 0)  # type: ignore[union-attr]
+            traits += (arg.dtype, arg.data_ptr() % 16 == 0)  # type: ignore[union-attr]
     return traits
 
 
-def launch(
-    kernel: Any, grid: tuple[int, ...], *args: torch.Tensor | int, num_warps: int, num_stages: int = 3, **constants: Any
-) -> None:
+class Constants:
+    """How a kernel is compiled: its constexpr parameters by name, warps and pipeline stages. Made by `constants`."""
+
+    __slots__ = ("num_stages", "num_warps", "values")
+
+    def __init__(self, num_warps: int, num_stages: int, values: dict[str, Any]) -> None:
+        self.num_warps, self.num_stages, self.values = num_warps, num_stages, values
+
+
+@functools.cache
+def constants(*, num_warps: int, num_stages: int = 3, **values: Any) -> Constants:
+    """The one object of these values: comparing by identity is quick."""
+    return Constants(num_warps, num_stages, values)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], how: Constants, *args: torch.Tensor | int) -> None:
     """`kernel[grid](*args, **constants, num_warps=..., num_stages=...)`, remembering the compiled kernel.
 
     Args:
+        how: all constexpr parameters of the kernel, warps and stages.
         args: all runtime arguments, in the kernel's order, before its constexpr parameters; the first is a tensor.
-        constants: all constexpr parameters, by name.
     """
     if not isinstance(kernel, JITFunction):  # the interpreter compiles nothing
-        kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
+        kernel[grid](*args, **how.values, num_warps=how.num_warps, num_stages=how.num_stages)
         return
     # id: a kernel lives as long as its module, and its own hash is slow.
-    key = (id(kernel), args[0].get_device(), num_warps, num_stages, *constants.values(), *_traits(args))  # type: ignore[union-attr]
+    device = args[0].get_device()  # type: ignore[union-attr]
+    key = (id(kernel), device, how, *_traits(args))
     known = _compiled.get(key)
     if known is None:
-        values = [constants[name] for name in kernel.arg_names[len(args) :]]
-        compiled = kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
-        _compiled[key] = compiled, values
-    else:
-        compiled, values = known
-        compiled[(*grid, 1, 1)[:3]](*args, *values)
+        compiled = kernel[grid](*args, **how.values, num_warps=how.num_warps, num_stages=how.num_stages)
+        _compiled[key] = compiled, [how.values[name] for name in kernel.arg_names[len(args) :]]
+        return
+    compiled, values = known
+    grid3 = (*grid, 1, 1)[:3]
+    if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:  # a profiler wants to see it
+        compiled[grid3](*args, *values)
+    else:  # the same without what hooks need
+        stream = driver.active.get_current_stream(device)
+        compiled.run(*grid3, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *values)

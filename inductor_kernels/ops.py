@@ -3,28 +3,37 @@
 `inductor_kernels::moe_experts` and `..._backward` are opaque to the tracer and have static output shapes, so they work
 under `torch.compile(fullgraph=True)`, CUDA graphs and activation checkpointing, and never read a value on the host.
 
-Shape suffixes: T tokens, K picks per token, D model width, F expert width, E local experts, R slots, M row tiles.
+Shape suffixes: T tokens, K picks per token, D model width, F expert width, E local experts, R slots,
+N elements of the plan.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
 
 from . import reference
 from .configs import layer_config
-from .plan import Plan, num_slots
+from .plan import empty_plan, num_slots, plan_in, plan_size
 
 Path = Literal["triton", "reference"]
 
 _log = logging.getLogger(__name__)
 _path_of_device: dict[str, Path] = {}
 _forced_path: Path | None = None
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    """layer.py, which imports triton."""
+    return importlib.import_module(f"{__package__}.layer")
 
 
 def kernel_path(device: torch.device) -> Path:
@@ -36,7 +45,7 @@ def kernel_path(device: torch.device) -> Path:
         reason = "no Triton kernels for this device type"
         if device.type in ("cuda", "xpu"):
             try:
-                importlib.import_module(f"{__package__}.layer")
+                _kernels()
                 path, reason = "triton", "hand-written kernels"
             except ImportError as error:
                 reason = f"Triton cannot be imported: {error}"
@@ -60,7 +69,7 @@ def _run(function: str, device: torch.device, *args: Any) -> Any:
     """`function` of layer.py, or of reference.py where the kernels are missing or raise."""
     if kernel_path(device) == "triton":
         try:
-            return getattr(importlib.import_module(f"{__package__}.layer"), function)(*args)
+            return getattr(_kernels(), function)(*args)
         except (torch.OutOfMemoryError, torch.AcceleratorError):  # after the latter nothing runs on the device
             raise
         except Exception as error:
@@ -71,18 +80,23 @@ def _run(function: str, device: torch.device, *args: Any) -> Any:
     return getattr(reference, function)(*args)
 
 
-# `define` and `impl` instead of `custom_op`: the latter's checks cost as much as a small layer's kernels.
+# `define` and `impl` instead of `custom_op`, an autograd function of our own instead of `register_autograd`: the checks
+# of those cost as much time on the host as a small layer's kernels take.
 torch.library.define(
     "inductor_kernels::moe_experts",
     "(Tensor x, Tensor ids, Tensor weights, Tensor w1, Tensor w3, Tensor w2, int max_rows, bool save)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     "inductor_kernels::moe_experts_backward",
-    "(Tensor dout, Tensor x, Tensor weights, Tensor w1, Tensor w3, Tensor w2, Tensor gate_up, Tensor slot_of_pick,"
-    " Tensor pick_of_slot, Tensor segment, Tensor expert_of_tile, Tensor segments_by_size)"
+    "(Tensor dout, Tensor x, Tensor weights, Tensor w1, Tensor w3, Tensor w2, Tensor gate_up, Tensor plan)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
+
+
+def _row_tile(x_TD: torch.Tensor, w2_EDF: torch.Tensor) -> int:
+    # int(): the widths of weights are fixed even where a tracer was told that all sizes are dynamic.
+    return layer_config(x_TD.device, x_TD.dtype, int(w2_EDF.shape[1]), int(w2_EDF.shape[2])).row_tile
 
 
 @torch.library.impl("inductor_kernels::moe_experts", "default")
@@ -95,53 +109,38 @@ def _moe_experts(
     w2_EDF: torch.Tensor,
     max_rows: int,
     save: bool,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     x_TD, topk_ids_TK, topk_weights_TK = x_TD.contiguous(), topk_ids_TK.contiguous(), topk_weights_TK.contiguous()
     w1_EFD, w3_EFD, w2_EDF = w1_EFD.contiguous(), w3_EFD.contiguous(), w2_EDF.contiguous()
-    device = x_TD.device
-    row_tile = layer_config(device, x_TD.dtype, *w2_EDF.shape[1:]).row_tile
+    plan = empty_plan(topk_ids_TK, w1_EFD.shape[0], _row_tile(x_TD, w2_EDF), max_rows)
     if topk_ids_TK.numel() == 0:
-        plan = reference.build_plan(topk_ids_TK, w1_EFD.shape[0], row_tile, max_rows)
-        out_TD, gate_up_R2F = torch.zeros_like(x_TD), x_TD.new_empty(plan.pick_of_slot_R.shape[0], 2 * w1_EFD.shape[1])
-    else:
-        plan = _run("build_plan", device, topk_ids_TK, w1_EFD.shape[0], row_tile, max_rows)
-        out_TD, gate_up_R2F = _run("forward", device, x_TD, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF, plan, save)
-    return out_TD, gate_up_R2F, *plan
+        reference.build_plan(topk_ids_TK, plan)
+        rows = plan.pick_of_slot_R.shape[0] if save else 0
+        return torch.zeros_like(x_TD), x_TD.new_empty(rows, 2 * w1_EFD.shape[1]), plan.memory_N
+    _run("build_plan", x_TD.device, topk_ids_TK, plan)
+    inputs = (x_TD, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF)
+    return *_run("forward", x_TD.device, *inputs, plan, save), plan.memory_N
 
 
 @torch.library.register_fake("inductor_kernels::moe_experts")
 def _(x_TD, topk_ids_TK, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF, max_rows, save):
     E, F, _ = w1_EFD.shape
-    # int(): the widths of weights are fixed even where a tracer was told that all sizes are dynamic.
-    row_tile = layer_config(x_TD.device, x_TD.dtype, int(w2_EDF.shape[1]), int(F)).row_tile
+    row_tile = _row_tile(x_TD, w2_EDF)
     R = num_slots(topk_ids_TK.numel(), E, row_tile, max_rows)
     return (
         torch.empty_like(x_TD, memory_format=torch.contiguous_format),
         x_TD.new_empty(R if save else 0, 2 * F),
-        topk_ids_TK.new_empty(topk_ids_TK.shape, dtype=torch.int32),
-        topk_ids_TK.new_empty(R, dtype=torch.int32),
-        topk_ids_TK.new_empty(E + 1, dtype=torch.int32),
-        topk_ids_TK.new_empty(R // row_tile, dtype=torch.int32),
-        topk_ids_TK.new_empty((E, 3), dtype=torch.int32),
+        topk_ids_TK.new_empty(plan_size(topk_ids_TK.numel(), E, R, row_tile), dtype=torch.int32),
     )
 
 
 @torch.library.impl("inductor_kernels::moe_experts_backward", "default")
-def _moe_experts_backward(
-    dout_TD: torch.Tensor,
-    x_TD: torch.Tensor,
-    topk_weights_TK: torch.Tensor,
-    w1_EFD: torch.Tensor,
-    w3_EFD: torch.Tensor,
-    w2_EDF: torch.Tensor,
-    gate_up_R2F: torch.Tensor,
-    *plan: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
-    inputs = (dout_TD, x_TD, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF)
-    return _gradients(*inputs, gate_up_R2F, Plan(*plan), overwrite=False)
+def _moe_experts_backward(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return _gradients(False, *inputs)
 
 
 def _gradients(
+    overwrite: bool,
     dout_TD: torch.Tensor,
     x_TD: torch.Tensor,
     topk_weights_TK: torch.Tensor,
@@ -149,46 +148,64 @@ def _gradients(
     w3_EFD: torch.Tensor,
     w2_EDF: torch.Tensor,
     gate_up_R2F: torch.Tensor,
-    plan: Plan,
-    overwrite: bool,
+    plan_N: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     inputs = (dout_TD, x_TD, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF)
     if topk_weights_TK.numel() == 0:
         return tuple(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in inputs[1:])
+    T, K = topk_weights_TK.shape
+    plan = plan_in(plan_N, T, K, w1_EFD.shape[0], gate_up_R2F.shape[0], _row_tile(x_TD, w2_EDF))
     return _run("backward", x_TD.device, *(t.contiguous() for t in inputs), gate_up_R2F, plan, overwrite)
 
 
 @torch.library.register_fake("inductor_kernels::moe_experts_backward")
-def _(dout_TD, x_TD, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF, *saved):
+def _(dout_TD, x_TD, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF, gate_up_R2F, plan_N):
     inputs = (x_TD, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF)
     return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs)
 
 
-def _setup_context(ctx, inputs, output):
-    x_TD, _, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF, *_ = inputs
-    _, gate_up_R2F, *plan = output
-    ctx.save_for_backward(x_TD, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF, gate_up_R2F, *plan)
-    # The saved outputs get no gradient: without this, torch would fill one of size R x 2F with zeros.
-    ctx.set_materialize_grads(False)
+class _Experts(torch.autograd.Function):
+    """Autograd of the op `moe_experts`."""
+
+    @staticmethod
+    def forward(ctx, x_TD, ids_TK, weights_TK, w1_EFD, w3_EFD, w2_EDF, max_rows, save):
+        inputs = (x_TD, ids_TK, weights_TK, w1_EFD, w3_EFD, w2_EDF)
+        out_TD, gate_up_R2F, plan_N = _below_autograd(*inputs, max_rows, save)
+        ctx.save_for_backward(x_TD, weights_TK, w1_EFD, w3_EFD, w2_EDF, gate_up_R2F, plan_N)
+        # The saved outputs get no gradient: without this, torch would fill one of size R x 2F with zeros.
+        ctx.set_materialize_grads(False)
+        return out_TD, gate_up_R2F, plan_N
+
+    @staticmethod
+    def backward(ctx, dout_TD, *_):
+        if dout_TD is None:
+            return (None,) * 8
+        saved = ctx.saved_tensors
+        gate_up_R2F = saved[-2]
+        if type(gate_up_R2F) is torch.Tensor:
+            # Not traced: reuse the memory of the saved pre-activations. A second backward through the same graph then
+            # raises torch's "modified by an inplace operation" instead of reading what is no longer there.
+            grads = _gradients(True, dout_TD, *saved)
+            torch.autograd.graph.increment_version(gate_up_R2F)
+        else:
+            grads = torch.ops.inductor_kernels.moe_experts_backward(dout_TD, *saved)
+        dx_TD, dweights_TK, dw1_EFD, dw3_EFD, dw2_EDF = grads
+        return dx_TD, None, dweights_TK, dw1_EFD, dw3_EFD, dw2_EDF, None, None
 
 
-def _backward(ctx, dout_TD, *_):
-    if dout_TD is None:
-        return (None,) * 8
-    x_TD, weights_TK, w1_EFD, w3_EFD, w2_EDF, gate_up_R2F, *saved_plan = ctx.saved_tensors
-    inputs = (dout_TD, x_TD, weights_TK, w1_EFD, w3_EFD, w2_EDF, gate_up_R2F)
-    if type(gate_up_R2F) is torch.Tensor:
-        # Not traced: reuse the memory of the saved pre-activations. A second backward through the same graph then
-        # raises torch's "modified by an inplace operation" instead of reading what is no longer there.
-        grads = _gradients(*inputs, Plan(*saved_plan), overwrite=True)
-        torch.autograd.graph.increment_version(gate_up_R2F)
-    else:
-        grads = torch.ops.inductor_kernels.moe_experts_backward(*inputs, *saved_plan)
-    dx_TD, dweights_TK, dw1_EFD, dw3_EFD, dw2_EDF = grads
-    return dx_TD, None, dweights_TK, dw1_EFD, dw3_EFD, dw2_EDF, None, None
+def _below_autograd(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.inductor_kernels.moe_experts.default(*inputs)
 
 
-torch.library.register_autograd("inductor_kernels::moe_experts", _backward, setup_context=_setup_context)
+def _with_autograd(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in inputs[:6]):
+        return _Experts.apply(*inputs)
+    return _below_autograd(*inputs)
+
+
+_library = torch.library.Library("inductor_kernels", "FRAGMENT")
+_library.impl("moe_experts", _with_autograd, "Autograd")
 
 
 def _check(x_TD, ids_TK, weights_TK, w1_EFD, w3_EFD, w2_EDF) -> None:

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import cdiv, launch, next_power_of_2
+from .launch import cdiv, constants, launch, next_power_of_2
 from .plan import Plan
 
 
@@ -93,6 +93,7 @@ def gather(x_TD: torch.Tensor, plan: Plan) -> torch.Tensor:
     launch(
         _gather_kernel,
         (T + E, num_blocks),
+        constants(K=K, D=D, BLOCK_D=block, num_warps=4),
         x_TD,
         plan.slot_of_pick_TK,
         plan.pick_of_slot_R,
@@ -100,11 +101,7 @@ def gather(x_TD: torch.Tensor, plan: Plan) -> torch.Tensor:
         out_RD,
         E,
         x_TD.stride(0),
-        R // plan.expert_of_tile_M.shape[0],
-        K=K,
-        D=D,
-        BLOCK_D=block,
-        num_warps=4,
+        plan.row_tile,
     )
     return out_RD
 
@@ -118,14 +115,10 @@ def combine(rows_RD: torch.Tensor, plan: Plan, weights_TK: torch.Tensor | None) 
     launch(
         _combine_kernel,
         (T, num_blocks),
+        constants(K=K, D=D, BLOCK_D=block, WEIGHTED=weights_TK is not None, num_warps=4),
         rows_RD,
         plan.slot_of_pick_TK,
         rows_RD if weights_TK is None else weights_TK,
         out_TD,
-        K=K,
-        D=D,
-        BLOCK_D=block,
-        WEIGHTED=weights_TK is not None,
-        num_warps=4,
     )
     return out_TD

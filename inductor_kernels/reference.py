@@ -12,14 +12,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .plan import Plan, num_slots
+from .plan import Plan
 
 
-def build_plan(ids_TK: torch.Tensor, num_experts: int, row_tile: int, max_rows: int) -> Plan:
+def build_plan(ids_TK: torch.Tensor, plan: Plan) -> None:
     """Twin of `index.build_plan`."""
-    device = ids_TK.device
     ids_P = ids_TK.reshape(-1).long()
-    R = num_slots(ids_P.numel(), num_experts, row_tile, max_rows)
+    device, row_tile = ids_TK.device, plan.row_tile
+    num_experts, R = plan.segments_by_size_E3.shape[0], plan.pick_of_slot_R.shape[0]
     local_P = (ids_P >= 0) & (ids_P < num_experts)
     key_P = torch.where(local_P, ids_P, num_experts)
     totals_E = torch.bincount(key_P, minlength=num_experts + 1)[:num_experts]
@@ -34,19 +34,15 @@ def build_plan(ids_TK: torch.Tensor, num_experts: int, row_tile: int, max_rows: 
     slot_P = torch.where(local_P, torch.where(slot_P < R, slot_P, -2), -1)
 
     fits_P = slot_P >= 0
-    pick_of_slot_R = torch.full((R,), -1, dtype=torch.int32, device=device)
-    pick_of_slot_R[slot_P[fits_P]] = torch.nonzero(fits_P).flatten().int()
+    plan.pick_of_slot_R.fill_(-1)[slot_P[fits_P]] = torch.nonzero(fits_P).flatten().int()
     tile_starts_M = torch.arange(0, R, row_tile, device=device)
     segment_E1 = F.pad(ends_E.clamp(max=R), (1, 0)).int()
     picks_end_E = (ends_E - padded_E + totals_E).clamp(max=R).int()
     by_size_E = torch.argsort(picks_end_E - segment_E1[:-1], descending=True, stable=True)
-    return Plan(
-        slot_of_pick_TK=slot_P.view(ids_TK.shape).int(),
-        pick_of_slot_R=pick_of_slot_R,
-        segment_E1=segment_E1,
-        expert_of_tile_M=torch.searchsorted(ends_E, tile_starts_M, right=True).int(),
-        segments_by_size_E3=torch.stack([by_size_E.int(), segment_E1[by_size_E], picks_end_E[by_size_E]], dim=1),
-    )
+    plan.slot_of_pick_TK.copy_(slot_P.view(ids_TK.shape))
+    plan.segment_E1.copy_(segment_E1)
+    plan.expert_of_tile_M.copy_(torch.searchsorted(ends_E, tile_starts_M, right=True))
+    plan.segments_by_size_E3.copy_(torch.stack([by_size_E, segment_E1[by_size_E], picks_end_E[by_size_E]], dim=1))
 
 
 def _gather_rows(x_TD: torch.Tensor, token_S: torch.Tensor) -> torch.Tensor:
@@ -116,7 +112,6 @@ def backward(
     `overwrite` allows the caller's `gate_up_R2F` to be destroyed; only the kernels make use of it.
     """
     K = weights_TK.shape[1]
-    Fdim = w2_EDF.shape[2]
     dw1_EFD, dw3_EFD, dw2_EDF = torch.zeros_like(w1_EFD), torch.zeros_like(w3_EFD), torch.zeros_like(w2_EDF)
     dx_RD = x_TD.new_zeros(gate_up_R2F.shape[0], x_TD.shape[1])
     dweights_P = torch.zeros_like(weights_TK).view(-1)
@@ -127,7 +122,8 @@ def backward(
         token_S = pick_S.div(K, rounding_mode="floor")
         x_SD, dout_SD = _gather_rows(x_TD, token_S), _gather_rows(dout_TD, token_S)
         weight_S1 = weights_TK.view(-1)[pick_S.clamp(min=0)].mul(is_pick_S)[:, None].to(acc_dtype)
-        gate_SF, up_SF = gate_up_R2F[rows, :Fdim].to(acc_dtype), gate_up_R2F[rows, Fdim:].to(acc_dtype)
+        # The kernels leave some padding undefined.
+        gate_SF, up_SF = gate_up_R2F[rows].to(acc_dtype).masked_fill(~is_pick_S[:, None], 0).chunk(2, dim=1)
         sig_SF = torch.sigmoid(gate_SF)
         silu_SF = gate_SF * sig_SF
         h_SF = (silu_SF * up_SF).to(x_TD.dtype)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch, next_power_of_2
+from .launch import constants, launch, next_power_of_2
 from .plan import Plan
 
 
@@ -24,8 +24,9 @@ def _swiglu_backward_kernel(
     dweights_ptr,
     slot_of_pick_ptr,
     pick_of_slot_ptr,
-    slots_in_use_ptr,
+    segment_ptr,
     num_picks,
+    E,
     F: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_F: tl.constexpr,
@@ -37,7 +38,7 @@ def _swiglu_backward_kernel(
         slot = tl.load(slot_of_pick_ptr + others, mask=others < num_picks, other=0)
         tl.store(dweights_ptr + others, tl.zeros((128,), dweights_ptr.dtype.element_ty), mask=slot < 0)
     slots = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    in_use = slots < tl.load(slots_in_use_ptr)
+    in_use = slots < tl.load(segment_ptr + E)
     picks = tl.load(pick_of_slot_ptr + slots, mask=in_use, other=-1)
     is_pick = picks >= 0
     weight = tl.load(weights_ptr + picks, mask=is_pick, other=0.0).to(tl.float32)[:, None]
@@ -45,9 +46,11 @@ def _swiglu_backward_kernel(
     mask = in_use[:, None] & (cols < F)[None, :]
     offsets = slots.to(tl.int64)[:, None] * F + cols[None, :]
     double_offsets = slots.to(tl.int64)[:, None] * (2 * F) + cols[None, :]
-    dh = tl.load(dh_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(gate_up_ptr + double_offsets, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + double_offsets + F, mask=mask, other=0.0).to(tl.float32)
+    # Padding may be undefined: not read, but zero afterwards.
+    known = is_pick[:, None] & (cols < F)[None, :]
+    dh = tl.load(dh_ptr + offsets, mask=known, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up_ptr + double_offsets, mask=known, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + double_offsets + F, mask=known, other=0.0).to(tl.float32)
     sig = tl.sigmoid(gate)
     silu = gate * sig
     dtype = dh_ptr.dtype.element_ty
@@ -80,6 +83,7 @@ def swiglu_backward(
     launch(
         _swiglu_backward_kernel,
         (max(1, R // rows),),
+        constants(F=F, ROWS=rows, BLOCK_F=block, num_warps=4 if block <= 4096 else 8),
         dh_RF,
         gate_up_R2F,
         dgate_up_R2F,
@@ -87,11 +91,8 @@ def swiglu_backward(
         dweights_TK,
         plan.slot_of_pick_TK,
         plan.pick_of_slot_R,
-        plan.segment_E1[-1:],
+        plan.segment_E1,
         weights_TK.numel(),
-        F=F,
-        ROWS=rows,
-        BLOCK_F=block,
-        num_warps=4 if block <= 4096 else 8,
+        plan.segment_E1.shape[0] - 1,
     )
     return dgate_up_R2F, dweights_TK

@@ -23,6 +23,7 @@ import torch
 from . import grouped_gemm, layer
 from .configs import GemmConfig, LayerConfig, layer_config, load_tuned, problem_key, tuned_file
 from .permute import gather
+from .plan import empty_plan
 
 FAMILIES = tuple(f.name for f in fields(LayerConfig))
 
@@ -40,7 +41,8 @@ def candidates(start: GemmConfig) -> list[GemmConfig]:
 def launches(T: int, K: int, E: int, D: int, F: int, device: torch.device, dtype: torch.dtype) -> dict[str, Callable]:
     """One function of a GemmConfig per GEMM family, on random data and balanced routing."""
     ids_TK = torch.rand(T, E, device=device).topk(K, dim=1).indices
-    plan = layer.build_plan(ids_TK, E, layer_config(device, dtype, D, F).row_tile, -1)
+    plan = empty_plan(ids_TK, E, layer_config(device, dtype, D, F).row_tile, -1)
+    layer.build_plan(ids_TK, plan)
     R = plan.pick_of_slot_R.shape[0]
 
     def normal(*shape: int) -> torch.Tensor:

@@ -17,6 +17,8 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from inductor_kernels import adamw, configs, grouped_gemm, index, layer, permute, swiglu  # noqa: E402
+from inductor_kernels.launch import Constants  # noqa: E402
+from inductor_kernels.plan import empty_plan  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32"}
@@ -30,12 +32,12 @@ SHARED_MEMORY = {90: 227 * 1024, 80: 163 * 1024}
 """Bytes a program can have."""
 
 
-def compile_for(capability: int, kernel: Any, args: tuple[Any, ...], constants: dict[str, Any], **options: int) -> Any:
+def compile_for(capability: int, kernel: Any, how: Constants, args: tuple[Any, ...]) -> Any:
     """What `launch` would compile for these arguments, all pointers aligned to 16 bytes."""
     names = kernel.arg_names
     signature: dict[str, str] = dict.fromkeys(names, "constexpr")
     attributes: dict[tuple[int], Any] = {}
-    values: dict[tuple[int], Any] = {(names.index(name),): value for name, value in constants.items()}
+    values: dict[tuple[int], Any] = {(names.index(name),): value for name, value in how.values.items()}
     for i, (name, arg) in enumerate(zip(names, args, strict=False)):
         if isinstance(arg, torch.Tensor):
             signature[name] = POINTERS[arg.dtype]
@@ -46,6 +48,7 @@ def compile_for(capability: int, kernel: Any, args: tuple[Any, ...], constants: 
         if isinstance(arg, torch.Tensor) or arg % 16 == 0:
             attributes[(i,)] = ALIGNED
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
+    options = {"num_warps": how.num_warps, "num_stages": how.num_stages}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -67,10 +70,9 @@ def test_machine_code(case, T, D, F, E, K, distance, monkeypatch, tmp_path):
     capability, config, dtype = CASES[case]
     compiled: dict[str, Any] = {}
 
-    def launch(kernel, grid, *args, num_warps, num_stages=3, **constants):
+    def launch(kernel, grid, how, *args):
         assert all(0 < n < 2**31 for n in grid)
-        name = kernel.fn.__name__
-        compiled[name] = compile_for(capability, kernel, args, constants, num_warps=num_warps, num_stages=num_stages)
+        compiled[kernel.fn.__name__] = compile_for(capability, kernel, how, args)
 
     for module in (grouped_gemm, index, permute, swiglu):
         monkeypatch.setattr(module, "launch", launch)
@@ -79,7 +81,8 @@ def test_machine_code(case, T, D, F, E, K, distance, monkeypatch, tmp_path):
     monkeypatch.setattr(grouped_gemm, "_distance", lambda *_: distance)
     x_TD, w1_EFD, w2_EDF = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((T, D), (E, F, D), (E, D, F)))
     ids_TK, weights_TK = (torch.empty(T, K, dtype=d, device="meta") for d in (torch.int64, torch.float32))
-    plan = layer.build_plan(ids_TK, E, config.row_tile, -1)
+    plan = empty_plan(ids_TK, E, config.row_tile, -1)
+    layer.build_plan(ids_TK, plan)
     out_TD, gate_up_R2F = layer.forward(x_TD, weights_TK, w1_EFD, w1_EFD, w2_EDF, plan)
     layer.backward(out_TD, x_TD, weights_TK, w1_EFD, w1_EFD, w2_EDF, gate_up_R2F, plan, overwrite=True)
 
@@ -94,7 +97,8 @@ def test_machine_code(case, T, D, F, E, K, distance, monkeypatch, tmp_path):
         assert kernel.metadata.shared <= SHARED_MEMORY[capability], name
         if name in gemms and case == "Hopper":
             products = set(re.findall(r"wgmma.mma_async.sync.aligned.(m\d+n\d+k\d+)", kernel.asm["ptx"]))
-            assert products == {"m64n256k16"}, (name, products)
+            half_tiles = {"m64n128k16"} if name == "_gate_up_kernel" else set()
+            assert products == {"m64n256k16"} | half_tiles, (name, products)
             assert "cp.async.bulk.tensor" in kernel.asm["ptx"], f"{name} has no tensor-memory loads"
 
 
@@ -104,8 +108,8 @@ def test_machine_code_of_the_update(dtype, monkeypatch, tmp_path):
     """All memory is moved 16 bytes at a time, and no register spills."""
     compiled: dict[str, Any] = {}
 
-    def launch(kernel, grid, *args, num_warps, **constants):
-        compiled[kernel.fn.__name__] = compile_for(90, kernel, args, constants, num_warps=num_warps)
+    def launch(kernel, grid, how, *args):
+        compiled[kernel.fn.__name__] = compile_for(90, kernel, how, args)
 
     monkeypatch.setattr(adamw, "launch", launch)
     x_N, copy_N = (torch.empty(1_000_000, dtype=d, device="meta") for d in (dtype, torch.bfloat16))

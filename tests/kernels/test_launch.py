@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,9 +11,10 @@ launch = pytest.importorskip("inductor_kernels.launch", reason="this build of to
 
 
 class Recorder:
-    """Stands for triton's kernel and for what it compiles: `kernel[grid](...)` of either is recorded."""
+    """Stands for triton's kernel and for what it compiles: launches of either are recorded."""
 
     arg_names = ("x_ptr", "n", "A", "B")
+    function, packed_metadata = "function", "metadata"
 
     def __init__(self, calls: list, name: str) -> None:
         self.calls, self.name = calls, name
@@ -23,21 +26,40 @@ class Recorder:
 
         return run
 
+    def run(self, *args):
+        self.calls.append(("run", args))
+
 
 @pytest.fixture
 def calls(monkeypatch):
     monkeypatch.setattr(launch, "JITFunction", Recorder)
     monkeypatch.setattr(launch, "_compiled", {})
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: "stream"))
+    monkeypatch.setattr(launch, "driver", driver)
     return []
 
 
 def test_second_launch_goes_past_triton(calls):
-    kernel, x = Recorder(calls, "kernel"), torch.empty(8)
+    kernel, x, how = Recorder(calls, "kernel"), torch.empty(8), launch.constants(B=2, A=1, num_warps=4)
     for grid in ((3,), (4, 5)):
-        launch.launch(kernel, grid, x, 7, B=2, A=1, num_warps=4)
+        launch.launch(kernel, grid, how, x, 7)
     first, second = calls
     assert first == ("kernel", (3,), (x, 7), {"A": 1, "B": 2, "num_warps": 4, "num_stages": 3})
-    assert second == ("compiled", (4, 5, 1), (x, 7, 1, 2), {})  # constants in the kernel's order
+    # Constants in the kernel's order.
+    assert second == ("run", (4, 5, 1, "stream", "function", "metadata", None, None, None, x, 7, 1, 2))
+
+
+def test_profilers_see_every_launch(calls):
+    """With a launch hook, as Proton sets it, launches go triton's own way, which calls the hook."""
+    kernel, x, how = Recorder(calls, "kernel"), torch.empty(8), launch.constants(B=2, A=1, num_warps=4)
+    for hooks in (launch.knobs.runtime.launch_enter_hook, launch.knobs.runtime.launch_exit_hook):
+        launch.launch(kernel, (3,), how, x, 7)
+        hooks.add(print)
+        try:
+            launch.launch(kernel, (4, 5), how, x, 7)
+        finally:
+            hooks.remove(print)
+        assert calls[-1] == ("compiled", (4, 5, 1), (x, 7, 1, 2), {})
 
 
 @pytest.mark.parametrize(
@@ -50,6 +72,7 @@ def test_second_launch_goes_past_triton(calls):
         {"n": 2**31},
         {"A": 3},
         {"num_warps": 8},
+        {"num_stages": 2},
     ],
     ids=str,
 )
@@ -58,12 +81,13 @@ def test_other_traits_are_compiled_anew(changed, calls):
     usual = {"x": torch.empty(8), "n": 7, "A": 1, "B": 2, "num_warps": 4}
     for given in (usual, usual | changed, usual):
         given = dict(given)
-        launch.launch(kernel, (1,), given.pop("x"), given.pop("n"), **given)
-    assert [name for name, *_ in calls] == ["kernel", "kernel", "compiled"]
+        x, n = given.pop("x"), given.pop("n")
+        launch.launch(kernel, (1,), launch.constants(**given), x, n)
+    assert [name for name, *_ in calls] == ["kernel", "kernel", "run"]
 
 
 def test_other_numbers_of_the_same_traits_are_not(calls):
     kernel = Recorder(calls, "kernel")
     for n in (7, 9, 2**31 - 1):
-        launch.launch(kernel, (1,), torch.empty(8), n, A=1, B=2, num_warps=4)
-    assert [name for name, *_ in calls] == ["kernel", "compiled", "compiled"]
+        launch.launch(kernel, (1,), launch.constants(A=1, B=2, num_warps=4), torch.empty(8), n)
+    assert [name for name, *_ in calls] == ["kernel", "run", "run"]

@@ -100,10 +100,10 @@ def test_path_without_triton_is_logged_once(monkeypatch, caplog):
     """A device that should have kernels but has no triton takes the reference and says so in one line."""
     monkeypatch.setattr(ops, "_path_of_device", {})
 
-    def missing(name):
+    def missing():
         raise ImportError("No module named 'triton'")
 
-    monkeypatch.setattr(ops.importlib, "import_module", missing)
+    monkeypatch.setattr(ops, "_kernels", missing)
     with caplog.at_level(logging.INFO, logger="inductor_kernels"):
         assert [kernel_path(torch.device("xpu")) for _ in range(3)] == ["reference"] * 3
     assert len(caplog.records) == 1
@@ -116,7 +116,7 @@ def test_failing_kernel_falls_back_and_is_logged_once(monkeypatch, caplog):
             raise NotImplementedError("grouped kernels")
 
     monkeypatch.setattr(ops, "_path_of_device", {"cpu": "triton"})
-    monkeypatch.setattr(ops.importlib, "import_module", lambda name: Broken())
+    monkeypatch.setattr(ops, "_kernels", Broken)
     with caplog.at_level(logging.INFO, logger="inductor_kernels"):
         for _ in range(2):
             assert_matches_oracle(experts, random_problem(12, 2, 3, 16, 16), 2e-6)
@@ -125,10 +125,10 @@ def test_failing_kernel_falls_back_and_is_logged_once(monkeypatch, caplog):
 
 
 def test_forced_path_does_not_fall_back(monkeypatch):
-    def missing(name):
+    def missing():
         raise ImportError("No module named 'triton'")
 
-    monkeypatch.setattr(ops.importlib, "import_module", missing)
+    monkeypatch.setattr(ops, "_kernels", missing)
     with use_path("triton"), pytest.raises(ImportError):
         experts(random_problem(4, 1, 2, 16, 16))
 
