@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from .configs import GemmConfig, num_programs
-from .launch import Constants, cdiv, constants, launch
+from .launch import Constants, cdiv, constants, launch, next_power_of_2
 from .plan import Plan
 
 
@@ -553,6 +553,38 @@ def _gate_up_backward_kernel(
 
 
 @triton.jit
+def _dealt_tile(turn, num_tiles):
+    """Tile that this program takes in its `turn`: there and back, so that tiles in falling order of cost even out."""
+    program = tl.program_id(0)
+    num_programs = tl.num_programs(0)
+    is_back = (turn % 2 == 1) & ((turn + 1) * num_programs <= num_tiles)
+    return turn * num_programs + tl.where(is_back, num_programs - 1 - program, program)
+
+
+@triton.jit
+def _store_weight_grad(
+    out0,
+    out1,
+    e,
+    half,
+    row,
+    col,
+    value,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    HALVES: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    DESC: tl.constexpr,
+):
+    """Store a (BR, BC) block of expert e of the first (half = 0) or second gradient."""
+    if HALVES == 1 or half == 0:
+        _store_weight(out0, e, row, col, value, ROWS, COLS, BR, BC, DESC)
+    else:
+        _store_weight(out1, e, row, col, value, ROWS, COLS, BR, BC, DESC)
+
+
+@triton.jit
 def _weight_grad_kernel(
     a_ptr,
     b_ptr,
@@ -568,6 +600,7 @@ def _weight_grad_kernel(
     B_COLS: tl.constexpr,
     OUT_COLS: tl.constexpr,
     HALVES: tl.constexpr,
+    MAX_TURNS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -591,42 +624,60 @@ def _weight_grad_kernel(
         a_rows = _rows_operand(a_ptr, R, ALL_A_COLS, ALL_A_COLS, BK, BM, DESC)
     if not GATHER_B:
         b_rows = _rows_operand(b_ptr, R, B_COLS, B_COLS, BK, BN, DESC)
-    out0 = _weight_operand(out0_ptr, E, A_COLS, OUT_COLS, BM, BN // 2, STORE_DESC)
-    if HALVES == 2:
-        out1 = _weight_operand(out1_ptr, E, A_COLS, OUT_COLS, BM, BN // 2, STORE_DESC)
+    out0 = _weight_operand(out0_ptr, E, A_COLS, OUT_COLS, BM, BN, STORE_DESC)
+    out1 = _weight_operand(out1_ptr, E, A_COLS, OUT_COLS, BM, BN, STORE_DESC) if HALVES == 2 else out0
     num_tiles = E * num_m * num_n
-    num_programs = tl.num_programs(0)
-    for turn_tile in tl.range(tl.program_id(0), num_tiles, num_programs, flatten=FLATTEN):
-        # A tile takes as long as its expert has slots. Largest first, dealt there and back, programs end together.
-        turn = turn_tile // num_programs
-        is_back = (turn % 2 == 1) & ((turn + 1) * num_programs <= num_tiles)
-        tile = tl.where(is_back, (2 * turn + 1) * num_programs - 1 - turn_tile, turn_tile)
-        segment = segments_by_size_ptr + 3 * (tile // (num_m * num_n))
-        # Blocks past the last pick hold padding: zero rows.
-        e, first, last = tl.load(segment), tl.load(segment + 1), tl.load(segment + 2)
-        m, n = _tile_coordinates(tile % (num_m * num_n), num_m, num_n, GROUP_M)
-        half = m // num_half
-        col_a = (m % num_half) * BM
-        acc = tl.zeros((BM, BN), tl.float32)
-        for k in tl.range(first, last, BK):
-            if GATHER_A or GATHER_B:
-                picks = tl.load(pick_of_slot_ptr + k + tl.arange(0, BK))
-            if GATHER_A:
-                a = _gather_rows(a_ptr, picks, half * A_COLS + col_a, K, ALL_A_COLS, BM)
-            else:
-                a = _load_rows(a_rows, k, half * A_COLS + col_a, ALL_A_COLS, ALL_A_COLS, BK, BM, DESC)
-            if GATHER_B:
-                b = _gather_rows(b_ptr, picks, n * BN, K, B_COLS, BN)
-            else:
-                b = _load_rows(b_rows, k, n * BN, B_COLS, B_COLS, BK, BN, DESC)
-            acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
-        left, right = _split_columns(acc, BM, BN)
-        if HALVES == 1 or half == 0:
-            _store_weight(out0, e, col_a, out_col + n * BN, left, A_COLS, OUT_COLS, BM, BN // 2, STORE_DESC)
-            _store_weight(out0, e, col_a, out_col + n * BN + BN // 2, right, A_COLS, OUT_COLS, BM, BN // 2, STORE_DESC)
+    # A tile takes as long as its expert has picks; blocks past the last pick hold padding, zero rows.
+    turns = tl.arange(0, MAX_TURNS)
+    tiles = _dealt_tile(turns, num_tiles)
+    is_tile = tiles < num_tiles
+    segments = segments_by_size_ptr + 3 * (tiles // (num_m * num_n))
+    sizes = tl.load(segments + 2, mask=is_tile, other=0) - tl.load(segments + 1, mask=is_tile, other=0)
+    num_steps = tl.sum((sizes + BK - 1) // BK, axis=0)
+    # One loop over the contractions of all tiles: a tile's first loads overlap the end and the store of the one before.
+    # What the loads need is updated before them, else the loop can't be pipelined.
+    turn = -1
+    e, half, row, col = 0, 0, 0, 0
+    k, last = 0, 0
+    acc = tl.zeros((BM, BN), tl.float32)
+    for _ in tl.range(0, num_steps):
+        k += BK
+        if k >= last:
+            turn += 1
+            tile = _dealt_tile(turn, num_tiles)
+            segment = segments_by_size_ptr + 3 * (tile // (num_m * num_n))
+            e, k, last = tl.load(segment), tl.load(segment + 1), tl.load(segment + 2)
+            m, n = _tile_coordinates(tile % (num_m * num_n), num_m, num_n, GROUP_M)
+            half = m // num_half
+            row = (m % num_half) * BM
+            col = n * BN
+        if GATHER_A or GATHER_B:
+            picks = tl.load(pick_of_slot_ptr + k + tl.arange(0, BK))
+        if GATHER_A:
+            a = _gather_rows(a_ptr, picks, half * A_COLS + row, K, ALL_A_COLS, BM)
         else:
-            _store_weight(out1, e, col_a, out_col + n * BN, left, A_COLS, OUT_COLS, BM, BN // 2, STORE_DESC)
-            _store_weight(out1, e, col_a, out_col + n * BN + BN // 2, right, A_COLS, OUT_COLS, BM, BN // 2, STORE_DESC)
+            a = _load_rows(a_rows, k, half * A_COLS + row, ALL_A_COLS, ALL_A_COLS, BK, BM, DESC)
+        if GATHER_B:
+            b = _gather_rows(b_ptr, picks, col, K, B_COLS, BN)
+        else:
+            b = _load_rows(b_rows, k, col, B_COLS, B_COLS, BK, BN, DESC)
+        acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
+        if k + BK >= last:
+            _store_weight_grad(
+                out0, out1, e, half, row, out_col + col, acc, A_COLS, OUT_COLS, HALVES, BM, BN, STORE_DESC
+            )
+            acc = tl.zeros((BM, BN), tl.float32)
+    # Experts without picks come last.
+    num_turns = tl.sum(is_tile.to(tl.int32), axis=0)
+    for turn in range(tl.sum((sizes > 0).to(tl.int32), axis=0), num_turns):
+        tile = _dealt_tile(turn, num_tiles)
+        e = tl.load(segments_by_size_ptr + 3 * (tile // (num_m * num_n)))
+        m, n = _tile_coordinates(tile % (num_m * num_n), num_m, num_n, GROUP_M)
+        row = (m % num_half) * BM
+        zeros = tl.zeros((BM, BN), tl.float32)
+        _store_weight_grad(
+            out0, out1, e, m // num_half, row, out_col + n * BN, zeros, A_COLS, OUT_COLS, HALVES, BM, BN, STORE_DESC
+        )
 
 
 def _descriptors_fit(*tensors: torch.Tensor) -> bool:
@@ -810,9 +861,10 @@ def gate_up_weight_grad(
     E, F, D = dw1_EFD.shape
     width = x.shape[1]
     tiles = 2 * E * cdiv(F, config.block_m) * cdiv(width, config.block_n)
+    grid = _grid(x.device, tiles)
     launch(
         _weight_grad_kernel,
-        _grid(x.device, tiles),
+        grid,
         _launch_constants(
             config,
             dgate_up_R2F,
@@ -823,6 +875,7 @@ def gate_up_weight_grad(
             B_COLS=width,
             OUT_COLS=D,
             HALVES=2,
+            MAX_TURNS=next_power_of_2(cdiv(tiles, grid[0])),
             GATHER_A=False,
             GATHER_B=config.gather,
         ),
@@ -846,9 +899,10 @@ def down_weight_grad(
     D, F = dout_TD.shape[1], weighted_h_RF.shape[1]
     dw2_EDF = dout_TD.new_empty(E, D, F)
     tiles = E * cdiv(D, config.block_m) * cdiv(F, config.block_n)
+    grid = _grid(dout_TD.device, tiles)
     launch(
         _weight_grad_kernel,
-        _grid(dout_TD.device, tiles),
+        grid,
         _launch_constants(
             config,
             dout_TD,
@@ -858,6 +912,7 @@ def down_weight_grad(
             B_COLS=F,
             OUT_COLS=F,
             HALVES=1,
+            MAX_TURNS=next_power_of_2(cdiv(tiles, grid[0])),
             GATHER_A=config.gather,
             GATHER_B=False,
         ),

@@ -265,3 +265,18 @@ def test_config_tiles_fit_together():
         assert {c.block_m for c in row_gemms} == {config.row_tile}
         for c in (config.gate_up_weight_grad, config.down_weight_grad):
             assert config.row_tile // 2 % c.block_k == 0, "a contraction block would reach into undefined rows"
+
+
+def test_programs_with_several_tiles(monkeypatch):
+    """Persistent programs: full and half tiles, tiles dealt there and back, experts without picks, several turns."""
+    from inductor_kernels import grouped_gemm
+
+    monkeypatch.setattr(grouped_gemm, "num_programs", lambda device: 3)
+    row_tile = layer_config(torch.device(DEVICE), HALF, 48, 72).row_tile
+    half = row_tile // 2
+    counts = [half + 1, 0, 2 * row_tile, half, 1, 0, row_tile + half]
+    ids_TK = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))[:, None]
+    ids_TK = ids_TK[torch.randperm(ids_TK.shape[0])]
+    for dtype in (torch.float32, HALF):
+        problem = random_problem(len(ids_TK), 1, len(counts), 48, 72, ids=ids_TK, device=DEVICE, dtype=dtype)
+        assert_matches_oracle(experts, problem, TOLERANCE[dtype])
