@@ -5,8 +5,9 @@ row tile belongs to one expert (see `plan.Plan`). Weight-gradient GEMMs contract
 them accumulate in fp32 and add in a fixed order. Rows of padding slots are zero because the gathered input rows of
 padding slots are; the second half of a row tile that holds nothing but padding is undefined, and never read into a sum.
 
-Programs are persistent where the number of cores is known: program p takes tiles p, p + programs, ... so that the loads
-of the next tile can overlap the epilogue of this one.
+Programs are persistent where the number of cores is known: program p takes tiles p, p + programs, ... The loops over
+tiles and over blocks of the contraction are one but for `gate_up` (Triton's `flatten`; by hand for weight gradients):
+the loads of the next tile overlap the epilogue of this one.
 
 Shape suffixes: T tokens, K picks per token, D model width, F expert width, E local experts, R slots, M row tiles,
 N column tiles.
@@ -329,7 +330,6 @@ def _gate_up_kernel(
     SWAPPED: tl.constexpr,
     DESC: tl.constexpr,
     STORE_DESC: tl.constexpr,
-    FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     num_m = tl.load(segment_ptr + E) // BM
@@ -337,7 +337,7 @@ def _gate_up_kernel(
     w13 = _pair_operand(w1_ptr, w3_minus_w1, E, F, D, BN, BK, 2, SWAPPED, DESC)
     num_tiles = num_m * num_n
     num_programs = tl.num_programs(0)
-    for turn_tile in tl.range(tl.program_id(0), num_tiles, num_programs, flatten=FLATTEN):
+    for turn_tile in tl.range(tl.program_id(0), num_tiles, num_programs):
         # Half tiles may come at a regular distance: shift by one each turn, so that each program gets its share.
         turn = turn_tile // num_programs
         shifted = turn * num_programs + (turn_tile + turn) % num_programs
@@ -420,7 +420,6 @@ def _down_kernel(
     SCATTER: tl.constexpr,
     DESC: tl.constexpr,
     STORE_DESC: tl.constexpr,
-    FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     num_m = tl.load(segment_ptr + E) // BM
@@ -431,7 +430,7 @@ def _down_kernel(
     else:
         out = _rows_operand(out_ptr, R, D, D, BM, BN // 2, STORE_DESC)
     w2 = _weight_operand(w2_ptr, E, D, F, BN, BK, DESC)
-    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
         m, n = _tile_coordinates(tile, num_m, num_n, GROUP_M)
         e = tl.load(expert_of_tile_ptr + m)
         acc = tl.zeros((BM, BN), tl.float32)
@@ -469,7 +468,6 @@ def _down_backward_kernel(
     GATHER: tl.constexpr,
     DESC: tl.constexpr,
     STORE_DESC: tl.constexpr,
-    FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     num_m = tl.load(segment_ptr + E) // BM
@@ -478,7 +476,7 @@ def _down_backward_kernel(
     dh = _rows_operand(dh_ptr, R, F, F, BM, BN // 2, STORE_DESC)
     if not GATHER:
         dout = _rows_operand(dout_ptr, R, D, D, BM, BK, DESC)
-    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
         m, n = _tile_coordinates(tile, num_m, num_n, GROUP_M)
         e = tl.load(expert_of_tile_ptr + m)
         if GATHER:
@@ -519,7 +517,6 @@ def _gate_up_backward_kernel(
     SWAPPED: tl.constexpr,
     DESC: tl.constexpr,
     STORE_DESC: tl.constexpr,
-    FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     num_m = tl.load(segment_ptr + E) // BM
@@ -531,7 +528,7 @@ def _gate_up_backward_kernel(
         dx = _rows_operand(dx_ptr, R, D, D, BM, BN // 2, STORE_DESC)
     num_k: tl.constexpr = (F + BK - 1) // BK
     w13 = _pair_operand(w1_ptr, w3_minus_w1, E, F, D, BK, BN, 1, SWAPPED, DESC)
-    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
         m, n = _tile_coordinates(tile, num_m, num_n, GROUP_M)
         e = tl.load(expert_of_tile_ptr + m)
         acc = tl.zeros((BM, BN), tl.float32)
@@ -553,12 +550,11 @@ def _gate_up_backward_kernel(
 
 
 @triton.jit
-def _dealt_tile(turn, num_tiles):
-    """Tile that this program takes in its `turn`: there and back, so that tiles in falling order of cost even out."""
+def _dealt_tile(turn):
+    """Tile of this program in a turn, dealt there and back: costs of tiles that come in falling order even out."""
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    is_back = (turn % 2 == 1) & ((turn + 1) * num_programs <= num_tiles)
-    return turn * num_programs + tl.where(is_back, num_programs - 1 - program, program)
+    return turn * num_programs + tl.where(turn % 2 == 1, num_programs - 1 - program, program)
 
 
 @triton.jit
@@ -609,7 +605,6 @@ def _weight_grad_kernel(
     GATHER_B: tl.constexpr,
     DESC: tl.constexpr,
     STORE_DESC: tl.constexpr,
-    FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """out[e] = A_e^T B_e over the slots of e, into columns [out_col, out_col + B_COLS) of OUT_COLS.
@@ -629,7 +624,7 @@ def _weight_grad_kernel(
     num_tiles = E * num_m * num_n
     # A tile takes as long as its expert has picks; blocks past the last pick hold padding, zero rows.
     turns = tl.arange(0, MAX_TURNS)
-    tiles = _dealt_tile(turns, num_tiles)
+    tiles = _dealt_tile(turns)
     is_tile = tiles < num_tiles
     segments = segments_by_size_ptr + 3 * (tiles // (num_m * num_n))
     sizes = tl.load(segments + 2, mask=is_tile, other=0) - tl.load(segments + 1, mask=is_tile, other=0)
@@ -644,7 +639,7 @@ def _weight_grad_kernel(
         k += BK
         if k >= last:
             turn += 1
-            tile = _dealt_tile(turn, num_tiles)
+            tile = _dealt_tile(turn)
             segment = segments_by_size_ptr + 3 * (tile // (num_m * num_n))
             e, k, last = tl.load(segment), tl.load(segment + 1), tl.load(segment + 2)
             m, n = _tile_coordinates(tile % (num_m * num_n), num_m, num_n, GROUP_M)
@@ -670,7 +665,7 @@ def _weight_grad_kernel(
     # Experts without picks come last.
     num_turns = tl.sum(is_tile.to(tl.int32), axis=0)
     for turn in range(tl.sum((sizes > 0).to(tl.int32), axis=0), num_turns):
-        tile = _dealt_tile(turn, num_tiles)
+        tile = _dealt_tile(turn)
         e = tl.load(segments_by_size_ptr + 3 * (tile // (num_m * num_n)))
         m, n = _tile_coordinates(tile % (num_m * num_n), num_m, num_n, GROUP_M)
         row = (m % num_half) * BM
@@ -709,7 +704,6 @@ def _constants(config: GemmConfig, descriptors: bool, precision: str, **values: 
         GROUP_M=config.group_m,
         DESC=descriptors,
         STORE_DESC=descriptors and config.descriptor_stores,
-        FLATTEN=config.flatten,
         PRECISION=precision,
         **values,
     )

@@ -31,8 +31,8 @@ FAMILIES = tuple(f.name for f in fields(LayerConfig))
 def candidates(start: GemmConfig) -> list[GemmConfig]:
     """Variations of a config, itself first; the row tile stays, since all row GEMMs share it."""
     found = [start]
-    for stages, group_m, flatten, wide in itertools.product((2, 3, 4), (4, 8, 16), (False, True), (1, 2)):
-        config = replace(start, num_stages=stages, group_m=group_m, flatten=flatten, block_n=start.block_n // wide)
+    for stages, group_m, wide in itertools.product((2, 3, 4), (4, 8, 16), (1, 2)):
+        config = replace(start, num_stages=stages, group_m=group_m, block_n=start.block_n // wide)
         if config not in found:
             found.append(config)
     return found
