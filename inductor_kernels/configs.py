@@ -20,7 +20,8 @@ class GemmConfig:
     """Rows of an output tile. For the row GEMMs this is the row tile that segments are padded to."""
     block_n: int
     block_k: int
-    """Of the weight gradients', which contract over rows: a divisor of half a row tile."""
+    """Length of a block of the contraction; in the weight gradients, which contract over rows, half a row tile or a
+    divisor of that."""
     num_warps: int = 8
     num_stages: int = 3
     group_m: int = 8

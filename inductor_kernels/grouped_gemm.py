@@ -345,57 +345,11 @@ def _gate_up_kernel(
         m, n = _tile_coordinates(tile, num_m, num_n, GROUP_M)
         e = tl.load(expert_of_tile_ptr + m)
         row = m * BM
-        col = n * BN
+        at = (x_ptr, pick_of_slot_ptr, w13, h_ptr, gate_up_ptr, w3_minus_w1, R, e, row, n * BN)
         if tl.load(pick_of_slot_ptr + row + BM // 2) >= 0:
-            _gate_up_tile(
-                x_ptr,
-                pick_of_slot_ptr,
-                w13,
-                h_ptr,
-                gate_up_ptr,
-                w3_minus_w1,
-                R,
-                e,
-                row,
-                col,
-                K,
-                D,
-                F,
-                BM,
-                BN,
-                BK,
-                GATHER,
-                SAVE,
-                SWAPPED,
-                DESC,
-                STORE_DESC,
-                PRECISION,
-            )
+            _gate_up_tile(*at, K, D, F, BM, BN, BK, GATHER, SAVE, SWAPPED, DESC, STORE_DESC, PRECISION)
         else:  # the second half is padding that nobody reads: one tile in two where experts have few rows
-            _gate_up_tile(
-                x_ptr,
-                pick_of_slot_ptr,
-                w13,
-                h_ptr,
-                gate_up_ptr,
-                w3_minus_w1,
-                R,
-                e,
-                row,
-                col,
-                K,
-                D,
-                F,
-                BM // 2,
-                BN,
-                BK,
-                GATHER,
-                SAVE,
-                SWAPPED,
-                DESC,
-                STORE_DESC,
-                PRECISION,
-            )
+            _gate_up_tile(*at, K, D, F, BM // 2, BN, BK, GATHER, SAVE, SWAPPED, DESC, STORE_DESC, PRECISION)
 
 
 @triton.jit
@@ -558,6 +512,24 @@ def _dealt_tile(turn):
 
 
 @triton.jit
+def _weight_grad_tile(
+    turn,
+    segments_by_size_ptr,
+    NUM_HALF: tl.constexpr,
+    NUM_M: tl.constexpr,
+    NUM_N: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """Entry of `segments_by_size`, half, row and column of the tile that this program takes in a turn."""
+    tile = _dealt_tile(turn)
+    m, n = _tile_coordinates(tile % (NUM_M * NUM_N), NUM_M, NUM_N, GROUP_M)
+    segment = segments_by_size_ptr + 3 * (tile // (NUM_M * NUM_N))
+    return segment, m // NUM_HALF, (m % NUM_HALF) * BM, n * BN
+
+
+@triton.jit
 def _store_weight_grad(
     out0,
     out1,
@@ -639,13 +611,10 @@ def _weight_grad_kernel(
         k += BK
         if k >= last:
             turn += 1
-            tile = _dealt_tile(turn)
-            segment = segments_by_size_ptr + 3 * (tile // (num_m * num_n))
+            segment, half, row, col = _weight_grad_tile(
+                turn, segments_by_size_ptr, num_half, num_m, num_n, BM, BN, GROUP_M
+            )
             e, k, last = tl.load(segment), tl.load(segment + 1), tl.load(segment + 2)
-            m, n = _tile_coordinates(tile % (num_m * num_n), num_m, num_n, GROUP_M)
-            half = m // num_half
-            row = (m % num_half) * BM
-            col = n * BN
         if GATHER_A or GATHER_B:
             picks = tl.load(pick_of_slot_ptr + k + tl.arange(0, BK))
         if GATHER_A:
@@ -665,14 +634,10 @@ def _weight_grad_kernel(
     # Experts without picks come last.
     num_turns = tl.sum(is_tile.to(tl.int32), axis=0)
     for turn in range(tl.sum((sizes > 0).to(tl.int32), axis=0), num_turns):
-        tile = _dealt_tile(turn)
-        e = tl.load(segments_by_size_ptr + 3 * (tile // (num_m * num_n)))
-        m, n = _tile_coordinates(tile % (num_m * num_n), num_m, num_n, GROUP_M)
-        row = (m % num_half) * BM
+        segment, half, row, col = _weight_grad_tile(turn, segments_by_size_ptr, num_half, num_m, num_n, BM, BN, GROUP_M)
+        e = tl.load(segment)
         zeros = tl.zeros((BM, BN), tl.float32)
-        _store_weight_grad(
-            out0, out1, e, m // num_half, row, out_col + n * BN, zeros, A_COLS, OUT_COLS, HALVES, BM, BN, STORE_DESC
-        )
+        _store_weight_grad(out0, out1, e, half, row, out_col + col, zeros, A_COLS, OUT_COLS, HALVES, BM, BN, STORE_DESC)
 
 
 def _descriptors_fit(*tensors: torch.Tensor) -> bool:

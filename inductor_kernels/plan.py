@@ -39,15 +39,20 @@ def num_slots(num_picks: int, num_experts: int, row_tile: int, max_rows: int) ->
     return (rows + num_experts * (row_tile - 1)) // row_tile * row_tile  # type: ignore[return-value]  # int, or traced
 
 
+def _sizes(num_picks: int, num_experts: int, R: int, row_tile: int) -> tuple[int, int, int, int, int]:
+    """Elements of the tensors of a plan, in the order in which they lie in its memory."""
+    return R, num_picks, num_experts + 1, R // row_tile, 3 * num_experts
+
+
 def plan_size(num_picks: int, num_experts: int, R: int, row_tile: int) -> int:
     """Elements of the memory of a plan with R slots."""
-    return R + num_picks + num_experts + 1 + R // row_tile + 3 * num_experts
+    return sum(_sizes(num_picks, num_experts, R, row_tile))
 
 
 def plan_in(memory_N: torch.Tensor, T: int, K: int, E: int, R: int, row_tile: int) -> Plan:
     """The plan that lies in `memory_N`, of `plan_size` int32 elements."""
     pick_of_slot_R, slot_of_pick_P, segment_E1, expert_of_tile_M, by_size = memory_N.split_with_sizes(
-        (R, T * K, E + 1, R // row_tile, 3 * E)
+        _sizes(T * K, E, R, row_tile)
     )
     return Plan(
         memory_N, row_tile, pick_of_slot_R, slot_of_pick_P.view(T, K), segment_E1, expert_of_tile_M, by_size.view(E, 3)
