@@ -24,6 +24,7 @@ import triton.language as tl
 from .configs import GemmConfig, num_programs
 from .launch import Constants, cdiv, constants, launch, next_power_of_2
 from .plan import Plan
+from .slots import expert_of_tile_M, pick_of_slot_R, segment_E1, segments_by_size_E3, slot_of_pick_TK
 
 
 @triton.jit
@@ -309,9 +310,7 @@ def _gate_up_tile(
 @triton.jit
 def _gate_up_kernel(
     x_ptr,
-    pick_of_slot_ptr,
-    expert_of_tile_ptr,
-    segment_ptr,
+    plan_ptr,
     w1_ptr,
     h_ptr,
     gate_up_ptr,
@@ -332,7 +331,9 @@ def _gate_up_kernel(
     STORE_DESC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    num_m = tl.load(segment_ptr + E) // BM
+    num_m = tl.load(segment_E1(plan_ptr) + E) // BM
+    pick_of_slot_ptr = pick_of_slot_R(plan_ptr, E)
+    expert_of_tile_ptr = expert_of_tile_M(plan_ptr, E, R)
     num_n: tl.constexpr = (F + BN - 1) // BN
     w13 = _pair_operand(w1_ptr, w3_minus_w1, E, F, D, BN, BK, 2, SWAPPED, DESC)
     num_tiles = num_m * num_n
@@ -355,10 +356,7 @@ def _gate_up_kernel(
 @triton.jit
 def _down_kernel(
     h_ptr,
-    slot_of_pick_ptr,
-    pick_of_slot_ptr,
-    expert_of_tile_ptr,
-    segment_ptr,
+    plan_ptr,
     weights_ptr,
     w2_ptr,
     out_ptr,
@@ -376,11 +374,13 @@ def _down_kernel(
     STORE_DESC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    num_m = tl.load(segment_ptr + E) // BM
+    num_m = tl.load(segment_E1(plan_ptr) + E) // BM
+    pick_of_slot_ptr = pick_of_slot_R(plan_ptr, E)
+    expert_of_tile_ptr = expert_of_tile_M(plan_ptr, E, R)
     num_n: tl.constexpr = (D + BN - 1) // BN
     h = _rows_operand(h_ptr, R, F, F, BM, BK, DESC)
     if SCATTER:
-        _fill_missing(slot_of_pick_ptr, out_ptr, T, D, BM, BN)
+        _fill_missing(slot_of_pick_TK(plan_ptr, E, R, BM), out_ptr, T, D, BM, BN)
     else:
         out = _rows_operand(out_ptr, R, D, D, BM, BN // 2, STORE_DESC)
     w2 = _weight_operand(w2_ptr, E, D, F, BN, BK, DESC)
@@ -405,9 +405,7 @@ def _down_kernel(
 @triton.jit
 def _down_backward_kernel(
     dout_ptr,
-    pick_of_slot_ptr,
-    expert_of_tile_ptr,
-    segment_ptr,
+    plan_ptr,
     w2_ptr,
     dh_ptr,
     E,
@@ -424,7 +422,9 @@ def _down_backward_kernel(
     STORE_DESC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    num_m = tl.load(segment_ptr + E) // BM
+    num_m = tl.load(segment_E1(plan_ptr) + E) // BM
+    pick_of_slot_ptr = pick_of_slot_R(plan_ptr, E)
+    expert_of_tile_ptr = expert_of_tile_M(plan_ptr, E, R)
     num_n: tl.constexpr = (F + BN - 1) // BN
     w2 = _weight_operand(w2_ptr, E, D, F, BK, BN, DESC)
     dh = _rows_operand(dh_ptr, R, F, F, BM, BN // 2, STORE_DESC)
@@ -451,10 +451,7 @@ def _down_backward_kernel(
 @triton.jit
 def _gate_up_backward_kernel(
     dgate_up_ptr,
-    slot_of_pick_ptr,
-    pick_of_slot_ptr,
-    expert_of_tile_ptr,
-    segment_ptr,
+    plan_ptr,
     w1_ptr,
     dx_ptr,
     w3_minus_w1,
@@ -473,11 +470,13 @@ def _gate_up_backward_kernel(
     STORE_DESC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    num_m = tl.load(segment_ptr + E) // BM
+    num_m = tl.load(segment_E1(plan_ptr) + E) // BM
+    pick_of_slot_ptr = pick_of_slot_R(plan_ptr, E)
+    expert_of_tile_ptr = expert_of_tile_M(plan_ptr, E, R)
     num_n: tl.constexpr = (D + BN - 1) // BN
     dgate_up = _rows_operand(dgate_up_ptr, R, 2 * F, 2 * F, BM, BK, DESC)
     if SCATTER:
-        _fill_missing(slot_of_pick_ptr, dx_ptr, T, D, BM, BN)
+        _fill_missing(slot_of_pick_TK(plan_ptr, E, R, BM), dx_ptr, T, D, BM, BN)
     else:
         dx = _rows_operand(dx_ptr, R, D, D, BM, BN // 2, STORE_DESC)
     num_k: tl.constexpr = (F + BK - 1) // BK
@@ -556,8 +555,7 @@ def _store_weight_grad(
 def _weight_grad_kernel(
     a_ptr,
     b_ptr,
-    pick_of_slot_ptr,
-    segments_by_size_ptr,
+    plan_ptr,
     out0_ptr,
     out1_ptr,
     E,
@@ -594,6 +592,8 @@ def _weight_grad_kernel(
     out0 = _weight_operand(out0_ptr, E, A_COLS, OUT_COLS, BM, BN, STORE_DESC)
     out1 = _weight_operand(out1_ptr, E, A_COLS, OUT_COLS, BM, BN, STORE_DESC) if HALVES == 2 else out0
     num_tiles = E * num_m * num_n
+    segments_by_size_ptr = segments_by_size_E3(plan_ptr, E)
+    pick_of_slot_ptr = pick_of_slot_R(plan_ptr, E)
     # A tile takes as long as its expert has picks; blocks past the last pick hold padding, zero rows.
     turns = tl.arange(0, MAX_TURNS)
     tiles = _dealt_tile(turns)
@@ -701,20 +701,18 @@ def gate_up(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """h = silu(x W1^T) * (x W3^T) in slot order, and the pre-activations (empty unless `save`)."""
     E, F, D = w1_EFD.shape
-    R = plan.pick_of_slot_R.shape[0]
-    K = plan.slot_of_pick_TK.shape[1]
+    R = plan.R
+    K = plan.K
     h_RF = x_TD.new_empty(R, F)
     gate_up_R2F = x_TD.new_empty(R if save else 0, 2 * F)
     distance = _distance(w1_EFD, w3_EFD)
-    tiles = plan.expert_of_tile_M.shape[0] * cdiv(F, config.block_n)
+    tiles = plan.R // plan.row_tile * cdiv(F, config.block_n)
     launch(
         _gate_up_kernel,
         _grid(x_TD.device, tiles),
         _pair_constants(config, distance, x_TD, w1_EFD, w3_EFD, K=K, D=D, F=F, GATHER=config.gather, SAVE=save),
         x_TD,
-        plan.pick_of_slot_R,
-        plan.expert_of_tile_M,
-        plan.segment_E1,
+        plan.memory_N,
         w1_EFD,
         h_RF,
         gate_up_R2F,
@@ -733,16 +731,13 @@ def down(
     T, K = weights_TK.shape
     R = h_RF.shape[0]
     out = h_RF.new_empty(T if K == 1 else R, D)
-    tiles = plan.expert_of_tile_M.shape[0] * cdiv(D, config.block_n)
+    tiles = plan.R // plan.row_tile * cdiv(D, config.block_n)
     launch(
         _down_kernel,
         _grid(h_RF.device, tiles),
         _launch_constants(config, h_RF, w2_EDF, D=D, F=F, SCATTER=K == 1),
         h_RF,
-        plan.slot_of_pick_TK,
-        plan.pick_of_slot_R,
-        plan.expert_of_tile_M,
-        plan.segment_E1,
+        plan.memory_N,
         weights_TK,
         w2_EDF,
         out,
@@ -756,17 +751,15 @@ def down(
 def down_backward(dout: torch.Tensor, w2_EDF: torch.Tensor, plan: Plan, config: GemmConfig) -> torch.Tensor:
     """dh = dout W2 in slot order, before the routing weight."""
     E, D, F = w2_EDF.shape
-    R = plan.pick_of_slot_R.shape[0]
+    R = plan.R
     dh_RF = dout.new_empty(R, F)
-    tiles = plan.expert_of_tile_M.shape[0] * cdiv(F, config.block_n)
+    tiles = plan.R // plan.row_tile * cdiv(F, config.block_n)
     launch(
         _down_backward_kernel,
         _grid(dout.device, tiles),
-        _launch_constants(config, dout, w2_EDF, K=plan.slot_of_pick_TK.shape[1], D=D, F=F, GATHER=config.gather),
+        _launch_constants(config, dout, w2_EDF, K=plan.K, D=D, F=F, GATHER=config.gather),
         dout,
-        plan.pick_of_slot_R,
-        plan.expert_of_tile_M,
-        plan.segment_E1,
+        plan.memory_N,
         w2_EDF,
         dh_RF,
         E,
@@ -780,20 +773,17 @@ def gate_up_backward(
 ) -> torch.Tensor:
     """dx = dgate W1 + dup W3 in slot order; for K = 1 in token order."""
     E, F, D = w1_EFD.shape
-    T, K = plan.slot_of_pick_TK.shape
+    T, K = plan.T, plan.K
     R = dgate_up_R2F.shape[0]
     dx = dgate_up_R2F.new_empty(T if K == 1 else R, D)
     distance = _distance(w1_EFD, w3_EFD)
-    tiles = plan.expert_of_tile_M.shape[0] * cdiv(D, config.block_n)
+    tiles = plan.R // plan.row_tile * cdiv(D, config.block_n)
     launch(
         _gate_up_backward_kernel,
         _grid(dx.device, tiles),
         _pair_constants(config, distance, dgate_up_R2F, w1_EFD, w3_EFD, D=D, F=F, SCATTER=K == 1),
         dgate_up_R2F,
-        plan.slot_of_pick_TK,
-        plan.pick_of_slot_R,
-        plan.expert_of_tile_M,
-        plan.segment_E1,
+        plan.memory_N,
         w1_EFD,
         dx,
         distance,
@@ -829,7 +819,7 @@ def gate_up_weight_grad(
             dgate_up_R2F,
             x,
             dw1_EFD,
-            K=plan.slot_of_pick_TK.shape[1],
+            K=plan.K,
             A_COLS=F,
             B_COLS=width,
             OUT_COLS=D,
@@ -840,8 +830,7 @@ def gate_up_weight_grad(
         ),
         dgate_up_R2F,
         x,
-        plan.pick_of_slot_R,
-        plan.segments_by_size_E3,
+        plan.memory_N,
         dw1_EFD,
         dw3_EFD,
         E,
@@ -854,7 +843,7 @@ def down_weight_grad(
     dout_TD: torch.Tensor, weighted_h_RF: torch.Tensor, plan: Plan, config: GemmConfig
 ) -> torch.Tensor:
     """dW2 = dout^T (weight * h) per expert; dout gathered by the loads."""
-    E = plan.segment_E1.shape[0] - 1
+    E = plan.E
     D, F = dout_TD.shape[1], weighted_h_RF.shape[1]
     dw2_EDF = dout_TD.new_empty(E, D, F)
     tiles = E * cdiv(D, config.block_m) * cdiv(F, config.block_n)
@@ -866,7 +855,7 @@ def down_weight_grad(
             config,
             dout_TD,
             weighted_h_RF,
-            K=plan.slot_of_pick_TK.shape[1],
+            K=plan.K,
             A_COLS=D,
             B_COLS=F,
             OUT_COLS=F,
@@ -877,8 +866,7 @@ def down_weight_grad(
         ),
         dout_TD,
         weighted_h_RF,
-        plan.pick_of_slot_R,
-        plan.segments_by_size_E3,
+        plan.memory_N,
         dw2_EDF,
         dw2_EDF,
         E,

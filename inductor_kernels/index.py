@@ -1,4 +1,4 @@
-"""Index building without sort, atomics or host synchronisation: two small Triton launches.
+"""Index building without sort, atomics or host synchronisation: two small Triton launches, one for few picks.
 
 Every local pick (a token together with one of its chosen experts) gets a slot. Slots are expert-major; each expert's
 segment starts at a multiple of `row_tile`, so one row tile of a GEMM never holds two experts. Inside a segment picks
@@ -16,6 +16,15 @@ import triton.language as tl
 
 from .launch import cdiv, constants, launch, next_power_of_2
 from .plan import Plan
+from .slots import expert_of_tile_M, pick_of_slot_R, segment_E1, segments_by_size_E3, slot_of_pick_TK
+
+
+@triton.jit
+def _hits(ids_ptr, first_pick, num_picks, experts, STEP: tl.constexpr):
+    """(STEP, experts) 1 where a pick, from `first_pick` on, chose the expert."""
+    picks = first_pick + tl.arange(0, STEP)
+    ids = tl.load(ids_ptr + picks, mask=picks < num_picks, other=-1)
+    return (ids[:, None] == experts[None, :]).to(tl.int32)
 
 
 @triton.jit
@@ -25,9 +34,7 @@ def _count_kernel(ids_ptr, counts_BE_ptr, num_picks, steps, E, E_PAD: tl.constex
     counts = tl.zeros((E_PAD,), tl.int32)
     first = block.to(tl.int64) * steps * STEP
     for step in range(steps):
-        picks = first + step * STEP + tl.arange(0, STEP)
-        ids = tl.load(ids_ptr + picks, mask=picks < num_picks, other=-1)
-        counts += tl.sum((ids[:, None] == experts[None, :]).to(tl.int32), axis=0)
+        counts += tl.sum(_hits(ids_ptr, first + step * STEP, num_picks, experts, STEP), axis=0)
     tl.store(counts_BE_ptr + block * E + experts, counts, mask=experts < E)
 
 
@@ -35,11 +42,7 @@ def _count_kernel(ids_ptr, counts_BE_ptr, num_picks, steps, E, E_PAD: tl.constex
 def _assign_kernel(
     ids_ptr,
     counts_BE_ptr,
-    slot_of_pick_ptr,
-    pick_of_slot_ptr,
-    segment_ptr,
-    expert_of_tile_ptr,
-    segments_by_size_ptr,
+    plan_ptr,
     num_picks,
     steps,
     num_slots,
@@ -49,26 +52,42 @@ def _assign_kernel(
     B_PAD: tl.constexpr,
     STEP: tl.constexpr,
     TILES: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):
+    segment_ptr = segment_E1(plan_ptr)
+    segments_by_size_ptr = segments_by_size_E3(plan_ptr, E)
+    pick_of_slot_ptr = pick_of_slot_R(plan_ptr, E)
+    expert_of_tile_ptr = expert_of_tile_M(plan_ptr, E, num_slots)
+    slot_of_pick_ptr = slot_of_pick_TK(plan_ptr, E, num_slots, ROW_TILE)
     block = tl.program_id(0)
     num_blocks = tl.num_programs(0)
     experts = tl.arange(0, E_PAD)
     is_expert = experts < E
-    # Every program adds up the counts itself: cheaper than a third launch that does it once.
-    blocks = tl.arange(0, B_PAD)
-    counts = tl.load(
-        counts_BE_ptr + blocks[:, None] * E + experts[None, :],
-        mask=(blocks < num_blocks)[:, None] & is_expert[None, :],
-        other=0,
-    )
-    totals = tl.sum(counts, axis=0)
+    first_pick = block.to(tl.int64) * steps * STEP
+    # Every program adds up the counts itself: cheaper than another launch that does it once.
+    if COUNTED:
+        blocks = tl.arange(0, B_PAD)
+        counts = tl.load(
+            counts_BE_ptr + blocks[:, None] * E + experts[None, :],
+            mask=(blocks < num_blocks)[:, None] & is_expert[None, :],
+            other=0,
+        )
+        earlier = tl.sum(tl.where((blocks < block)[:, None], counts, 0), axis=0)
+        totals = tl.sum(counts, axis=0)
+    else:
+        hits = tl.zeros((STEP, E_PAD), tl.int32)
+        for start in range(0, first_pick, STEP):
+            hits += _hits(ids_ptr, start, num_picks, experts, STEP)
+        earlier = tl.sum(hits, axis=0)
+        for start in range(first_pick, num_picks, STEP):
+            hits += _hits(ids_ptr, start, num_picks, experts, STEP)
+        totals = tl.sum(hits, axis=0)
     padded = (totals + ROW_TILE - 1) // ROW_TILE * ROW_TILE
     ends = tl.cumsum(padded, axis=0)
     starts = ends - padded
 
     # Slots of this block's picks: segment start + picks of that expert before them.
-    base = starts + tl.sum(tl.where((blocks < block)[:, None], counts, 0), axis=0)
-    first_pick = block.to(tl.int64) * steps * STEP
+    base = starts + earlier
     for step in range(steps):
         picks = first_pick + step * STEP + tl.arange(0, STEP)
         is_pick = picks < num_picks
@@ -112,27 +131,31 @@ def _assign_kernel(
 _TABLE = 16384
 """Entries of a table (picks x experts, blocks x experts) that fit in the registers of a program."""
 _MAX_BLOCKS = 128
+_MAX_TABLES = 16
+"""Tables of picks x experts that each program counts itself, sooner than another kernel could be launched for it."""
 
 
 def build_plan(ids_TK: torch.Tensor, plan: Plan) -> None:
     """Fill `plan` for these expert ids. See `reference.build_plan` for the same in plain torch."""
-    num_picks = ids_TK.numel()
-    num_experts = plan.segments_by_size_E3.shape[0]
-    experts_padded = next_power_of_2(num_experts)
+    num_picks = plan.T * plan.K
+    experts_padded = next_power_of_2(plan.E)
     step = max(16, min(512, _TABLE // experts_padded))
     steps = cdiv(cdiv(num_picks, step), min(_MAX_BLOCKS, step))
     num_blocks = cdiv(num_picks, step * steps)
-    counts_BE = torch.empty((num_blocks, num_experts), dtype=torch.int32, device=ids_TK.device)
-    launch(
-        _count_kernel,
-        (num_blocks,),
-        constants(E_PAD=experts_padded, STEP=step, num_warps=8),
-        ids_TK,
-        counts_BE,
-        num_picks,
-        steps,
-        num_experts,
-    )
+    counts_BE = plan.memory_N  # not read
+    counted = num_picks > _MAX_TABLES * step
+    if counted:
+        counts_BE = torch.empty((num_blocks, plan.E), dtype=torch.int32, device=ids_TK.device)
+        launch(
+            _count_kernel,
+            (num_blocks,),
+            constants(E_PAD=experts_padded, STEP=step, num_warps=8),
+            ids_TK,
+            counts_BE,
+            num_picks,
+            steps,
+            plan.E,
+        )
     launch(
         _assign_kernel,
         (num_blocks,),
@@ -142,17 +165,14 @@ def build_plan(ids_TK: torch.Tensor, plan: Plan) -> None:
             B_PAD=next_power_of_2(num_blocks),
             STEP=step,
             TILES=16,
+            COUNTED=counted,
             num_warps=8,
         ),
         ids_TK,
         counts_BE,
-        plan.slot_of_pick_TK,
-        plan.pick_of_slot_R,
-        plan.segment_E1,
-        plan.expert_of_tile_M,
-        plan.segments_by_size_E3,
+        plan.memory_N,
         num_picks,
         steps,
-        plan.pick_of_slot_R.shape[0],
-        num_experts,
+        plan.R,
+        plan.E,
     )

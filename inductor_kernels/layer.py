@@ -47,7 +47,7 @@ def _gate_up_weight_grad(
     D = x_TD.shape[1]
     width = D
     if not config.gather:
-        chunks = cdiv(plan.pick_of_slot_R.shape[0] * D * x_TD.element_size(), _MAX_COPY_BYTES)
+        chunks = cdiv(plan.R * D * x_TD.element_size(), _MAX_COPY_BYTES)
         width = cdiv(cdiv(D, chunks), config.block_n) * config.block_n
     for column in range(0, D, width):
         x = _rows(x_TD[:, column : column + width], plan, config)

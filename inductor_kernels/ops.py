@@ -21,7 +21,7 @@ import torch
 
 from . import reference
 from .configs import layer_config
-from .plan import empty_plan, num_slots, plan_in, plan_size
+from .plan import Plan, empty_plan, num_slots, plan_size
 
 Path = Literal["triton", "reference"]
 
@@ -99,7 +99,6 @@ def _row_tile(x_TD: torch.Tensor, w2_EDF: torch.Tensor) -> int:
     return layer_config(x_TD.device, x_TD.dtype, int(w2_EDF.shape[1]), int(w2_EDF.shape[2])).row_tile
 
 
-@torch.library.impl("inductor_kernels::moe_experts", "default")
 def _moe_experts(
     x_TD: torch.Tensor,
     topk_ids_TK: torch.Tensor,
@@ -115,8 +114,7 @@ def _moe_experts(
     plan = empty_plan(topk_ids_TK, w1_EFD.shape[0], _row_tile(x_TD, w2_EDF), max_rows)
     if topk_ids_TK.numel() == 0:
         reference.build_plan(topk_ids_TK, plan)
-        rows = plan.pick_of_slot_R.shape[0] if save else 0
-        return torch.zeros_like(x_TD), x_TD.new_empty(rows, 2 * w1_EFD.shape[1]), plan.memory_N
+        return torch.zeros_like(x_TD), x_TD.new_empty(plan.R if save else 0, 2 * w1_EFD.shape[1]), plan.memory_N
     _run("build_plan", x_TD.device, topk_ids_TK, plan)
     inputs = (x_TD, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF)
     return *_run("forward", x_TD.device, *inputs, plan, save), plan.memory_N
@@ -134,7 +132,6 @@ def _(x_TD, topk_ids_TK, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF, max_rows, save
     )
 
 
-@torch.library.impl("inductor_kernels::moe_experts_backward", "default")
 def _moe_experts_backward(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return _gradients(False, *inputs)
 
@@ -154,7 +151,7 @@ def _gradients(
     if topk_weights_TK.numel() == 0:
         return tuple(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in inputs[1:])
     T, K = topk_weights_TK.shape
-    plan = plan_in(plan_N, T, K, w1_EFD.shape[0], gate_up_R2F.shape[0], _row_tile(x_TD, w2_EDF))
+    plan = Plan(plan_N, T, K, w1_EFD.shape[0], gate_up_R2F.shape[0], _row_tile(x_TD, w2_EDF))
     return _run("backward", x_TD.device, *(t.contiguous() for t in inputs), gate_up_R2F, plan, overwrite)
 
 
@@ -165,12 +162,11 @@ def _(dout_TD, x_TD, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF, gate_up_R2F, plan_
 
 
 class _Experts(torch.autograd.Function):
-    """Autograd of the op `moe_experts`."""
+    """Autograd of `run`: of the op below autograd, or of its implementation itself."""
 
     @staticmethod
-    def forward(ctx, x_TD, ids_TK, weights_TK, w1_EFD, w3_EFD, w2_EDF, max_rows, save):
-        inputs = (x_TD, ids_TK, weights_TK, w1_EFD, w3_EFD, w2_EDF)
-        out_TD, gate_up_R2F, plan_N = _below_autograd(*inputs, max_rows, save)
+    def forward(ctx, run, x_TD, ids_TK, weights_TK, w1_EFD, w3_EFD, w2_EDF, max_rows, save):
+        out_TD, gate_up_R2F, plan_N = run(x_TD, ids_TK, weights_TK, w1_EFD, w3_EFD, w2_EDF, max_rows, save)
         ctx.save_for_backward(x_TD, weights_TK, w1_EFD, w3_EFD, w2_EDF, gate_up_R2F, plan_N)
         # The saved outputs get no gradient: without this, torch would fill one of size R x 2F with zeros.
         ctx.set_materialize_grads(False)
@@ -179,7 +175,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout_TD, *_):
         if dout_TD is None:
-            return (None,) * 8
+            return (None,) * 9
         saved = ctx.saved_tensors
         gate_up_R2F = saved[-2]
         if type(gate_up_R2F) is torch.Tensor:
@@ -190,7 +186,7 @@ class _Experts(torch.autograd.Function):
         else:
             grads = torch.ops.inductor_kernels.moe_experts_backward(dout_TD, *saved)
         dx_TD, dweights_TK, dw1_EFD, dw3_EFD, dw2_EDF = grads
-        return dx_TD, None, dweights_TK, dw1_EFD, dw3_EFD, dw2_EDF, None, None
+        return None, dx_TD, None, dweights_TK, dw1_EFD, dw3_EFD, dw2_EDF, None, None
 
 
 def _below_autograd(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -199,13 +195,29 @@ def _below_autograd(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def _with_autograd(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    if torch.is_grad_enabled() and any(t.requires_grad for t in inputs[:6]):
-        return _Experts.apply(*inputs)
+    if _needs_gradient(*inputs[:6]):
+        return _Experts.apply(_below_autograd, *inputs)
     return _below_autograd(*inputs)
 
 
+torch.library.impl("inductor_kernels::moe_experts", "default", _moe_experts)
+torch.library.impl("inductor_kernels::moe_experts_backward", "default", _moe_experts_backward)
 _library = torch.library.Library("inductor_kernels", "FRAGMENT")
 _library.impl("moe_experts", _with_autograd, "Autograd")
+
+
+def _needs_gradient(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any([t.requires_grad for t in tensors])
+
+
+def _is_plain(*tensors: torch.Tensor) -> bool:
+    """Nothing that must see the op stands before the device: no tracer, mode, function transform or subclass."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and all([type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors])
+    )
 
 
 def _check(x_TD, ids_TK, weights_TK, w1_EFD, w3_EFD, w2_EDF) -> None:
@@ -260,11 +272,13 @@ def moe_experts(
     _check(x_TD, topk_ids_TK, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF)
     if max_rows is not None and max_rows < 0:
         raise ValueError(f"max_rows must not be negative, got {max_rows}; None means no bound")
-    tensors = (x_TD, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF)
-    save = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    bound = -1 if max_rows is None else max_rows
-    op = torch.ops.inductor_kernels.moe_experts
-    return op(x_TD, topk_ids_TK, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF, bound, save)[0]
+    tensors = (x_TD, topk_ids_TK, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF)
+    save = _needs_gradient(*tensors)
+    inputs = (*tensors, -1 if max_rows is None else max_rows, save)
+    if not _is_plain(*tensors):
+        return torch.ops.inductor_kernels.moe_experts(*inputs)[0]
+    # The same past the dispatcher, where a small layer would leave the device waiting for the host.
+    return (_Experts.apply(_moe_experts, *inputs) if save else _moe_experts(*inputs))[0]
 
 
 def sorted_experts(

@@ -1,4 +1,4 @@
-"""Where each (token, expert) pick lives: the tensors that every kernel and its reference share."""
+"""Where each (token, expert) pick lives: what every kernel and its reference share."""
 
 from __future__ import annotations
 
@@ -10,22 +10,42 @@ import torch
 class Plan(NamedTuple):
     """Slots of the picks of one batch, expert-major, every expert's segment padded to a multiple of `row_tile`.
 
-    All tensors are int32 views of `memory_N` on the device; nothing in there was ever read by the host.
+    All of it is int32 and lies in `memory_N`, in the order of the properties, which slots.py repeats for kernels:
+    one allocation, one argument of a kernel, one tensor to keep for backward. The host reads nothing of it.
     """
 
     memory_N: torch.Tensor
-    """All that follows, one behind the other: one allocation, and one tensor to keep for backward."""
+    T: int
+    K: int
+    E: int
+    R: int
+    """Slots, a static upper bound on those in use."""
     row_tile: int
-    pick_of_slot_R: torch.Tensor
-    """(R,) flat pick index t*K + k of each slot, -1 in padding. Undefined from segment_E1[E] on."""
-    slot_of_pick_TK: torch.Tensor
-    """(T, K) slot of each pick, token-major. -1: the id isn't a local expert. -2: more local picks than `max_rows`."""
-    segment_E1: torch.Tensor
-    """(E+1,) first slot of each expert's segment; the last entry is the number of slots in use."""
-    expert_of_tile_M: torch.Tensor
-    """(R / row_tile,) expert of each row tile; E in tiles that aren't in use."""
-    segments_by_size_E3: torch.Tensor
-    """(E, 3) expert, first slot and end of its picks (padding left out), the expert with the most picks first."""
+
+    @property
+    def segment_E1(self) -> torch.Tensor:
+        """(E+1,) first slot of each expert's segment; the last entry is the number of slots in use."""
+        return self.memory_N[: self.E + 1]
+
+    @property
+    def segments_by_size_E3(self) -> torch.Tensor:
+        """(E, 3) expert, first slot and end of its picks (padding left out), the expert with the most picks first."""
+        return self.memory_N[self.E + 1 : 4 * self.E + 1].view(self.E, 3)
+
+    @property
+    def pick_of_slot_R(self) -> torch.Tensor:
+        """(R,) flat pick index t*K + k of each slot, -1 in padding. Undefined from segment_E1[E] on."""
+        return self.memory_N[_head_size(self.E) :][: self.R]
+
+    @property
+    def expert_of_tile_M(self) -> torch.Tensor:
+        """(R / row_tile,) expert of each row tile; E in tiles that aren't in use."""
+        return self.memory_N[_head_size(self.E) + self.R :][: self.R // self.row_tile]
+
+    @property
+    def slot_of_pick_TK(self) -> torch.Tensor:
+        """(T, K) slot of each pick, token-major. -1: the id isn't a local expert. -2: more picks than `max_rows`."""
+        return self.memory_N[_head_size(self.E) + self.R + self.R // self.row_tile :].view(self.T, self.K)
 
 
 def num_slots(num_picks: int, num_experts: int, row_tile: int, max_rows: int) -> int:
@@ -39,24 +59,14 @@ def num_slots(num_picks: int, num_experts: int, row_tile: int, max_rows: int) ->
     return (rows + num_experts * (row_tile - 1)) // row_tile * row_tile  # type: ignore[return-value]  # int, or traced
 
 
-def _sizes(num_picks: int, num_experts: int, R: int, row_tile: int) -> tuple[int, int, int, int, int]:
-    """Elements of the tensors of a plan, in the order in which they lie in its memory."""
-    return R, num_picks, num_experts + 1, R // row_tile, 3 * num_experts
+def _head_size(num_experts: int) -> int:
+    """Elements of the parts that depend on the experts alone, to a multiple of 16."""
+    return (4 * num_experts + 16) // 16 * 16
 
 
 def plan_size(num_picks: int, num_experts: int, R: int, row_tile: int) -> int:
     """Elements of the memory of a plan with R slots."""
-    return sum(_sizes(num_picks, num_experts, R, row_tile))
-
-
-def plan_in(memory_N: torch.Tensor, T: int, K: int, E: int, R: int, row_tile: int) -> Plan:
-    """The plan that lies in `memory_N`, of `plan_size` int32 elements."""
-    pick_of_slot_R, slot_of_pick_P, segment_E1, expert_of_tile_M, by_size = memory_N.split_with_sizes(
-        _sizes(T * K, E, R, row_tile)
-    )
-    return Plan(
-        memory_N, row_tile, pick_of_slot_R, slot_of_pick_P.view(T, K), segment_E1, expert_of_tile_M, by_size.view(E, 3)
-    )
+    return _head_size(num_experts) + R + R // row_tile + num_picks
 
 
 def empty_plan(ids_TK: torch.Tensor, num_experts: int, row_tile: int, max_rows: int) -> Plan:
@@ -64,5 +74,4 @@ def empty_plan(ids_TK: torch.Tensor, num_experts: int, row_tile: int, max_rows: 
     T, K = ids_TK.shape
     R = num_slots(T * K, num_experts, row_tile, max_rows)
     size = plan_size(T * K, num_experts, R, row_tile)
-    memory_N = torch.empty(size, dtype=torch.int32, device=ids_TK.device)
-    return plan_in(memory_N, T, K, num_experts, R, row_tile)
+    return Plan(torch.empty(size, dtype=torch.int32, device=ids_TK.device), T, K, num_experts, R, row_tile)

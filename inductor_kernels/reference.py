@@ -19,7 +19,7 @@ def build_plan(ids_TK: torch.Tensor, plan: Plan) -> None:
     """Twin of `index.build_plan`."""
     ids_P = ids_TK.reshape(-1).long()
     device, row_tile = ids_TK.device, plan.row_tile
-    num_experts, R = plan.segments_by_size_E3.shape[0], plan.pick_of_slot_R.shape[0]
+    num_experts, R = plan.E, plan.R
     local_P = (ids_P >= 0) & (ids_P < num_experts)
     key_P = torch.where(local_P, ids_P, num_experts)
     totals_E = torch.bincount(key_P, minlength=num_experts + 1)[:num_experts]
@@ -85,9 +85,9 @@ def forward(
             empty unless `save`.
     """
     K = weights_TK.shape[1]
-    R, (_, D, Fdim) = plan.pick_of_slot_R.shape[0], w2_EDF.shape
-    gate_up_R2F = x_TD.new_zeros(R, 2 * Fdim)
-    y_RD = x_TD.new_zeros(R, D)
+    _, D, Fdim = w2_EDF.shape
+    gate_up_R2F = x_TD.new_zeros(plan.R, 2 * Fdim)
+    y_RD = x_TD.new_zeros(plan.R, D)
     for e, rows in _segments(plan):
         x_SD = _gather_rows(x_TD, plan.pick_of_slot_R[rows].long().div(K, rounding_mode="floor"))
         gate_SF, up_SF = x_SD @ w1_EFD[e].T, x_SD @ w3_EFD[e].T

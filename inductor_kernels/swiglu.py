@@ -13,6 +13,7 @@ import triton.language as tl
 
 from .launch import constants, launch, next_power_of_2
 from .plan import Plan
+from .slots import pick_of_slot_R, segment_E1, slot_of_pick_TK
 
 
 @triton.jit
@@ -22,12 +23,12 @@ def _swiglu_backward_kernel(
     dgate_up_ptr,
     weights_ptr,
     dweights_ptr,
-    slot_of_pick_ptr,
-    pick_of_slot_ptr,
-    segment_ptr,
+    plan_ptr,
     num_picks,
     E,
+    R,
     F: tl.constexpr,
+    ROW_TILE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
@@ -35,11 +36,11 @@ def _swiglu_backward_kernel(
     program = tl.program_id(0).to(tl.int64)
     for start in range(program * 128, num_picks, tl.num_programs(0).to(tl.int64) * 128):
         others = start + tl.arange(0, 128)
-        slot = tl.load(slot_of_pick_ptr + others, mask=others < num_picks, other=0)
+        slot = tl.load(slot_of_pick_TK(plan_ptr, E, R, ROW_TILE) + others, mask=others < num_picks, other=0)
         tl.store(dweights_ptr + others, tl.zeros((128,), dweights_ptr.dtype.element_ty), mask=slot < 0)
     slots = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    in_use = slots < tl.load(segment_ptr + E)
-    picks = tl.load(pick_of_slot_ptr + slots, mask=in_use, other=-1)
+    in_use = slots < tl.load(segment_E1(plan_ptr) + E)
+    picks = tl.load(pick_of_slot_R(plan_ptr, E) + slots, mask=in_use, other=-1)
     is_pick = picks >= 0
     weight = tl.load(weights_ptr + picks, mask=is_pick, other=0.0).to(tl.float32)[:, None]
     cols = tl.arange(0, BLOCK_F)
@@ -83,16 +84,15 @@ def swiglu_backward(
     launch(
         _swiglu_backward_kernel,
         (max(1, R // rows),),
-        constants(F=F, ROWS=rows, BLOCK_F=block, num_warps=4 if block <= 4096 else 8),
+        constants(F=F, ROW_TILE=plan.row_tile, ROWS=rows, BLOCK_F=block, num_warps=4 if block <= 4096 else 8),
         dh_RF,
         gate_up_R2F,
         dgate_up_R2F,
         weights_TK,
         dweights_TK,
-        plan.slot_of_pick_TK,
-        plan.pick_of_slot_R,
-        plan.segment_E1,
-        weights_TK.numel(),
-        plan.segment_E1.shape[0] - 1,
+        plan.memory_N,
+        plan.T * plan.K,
+        plan.E,
+        R,
     )
     return dgate_up_R2F, dweights_TK

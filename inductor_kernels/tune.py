@@ -43,12 +43,11 @@ def launches(T: int, K: int, E: int, D: int, F: int, device: torch.device, dtype
     ids_TK = torch.rand(T, E, device=device).topk(K, dim=1).indices
     plan = empty_plan(ids_TK, E, layer_config(device, dtype, D, F).row_tile, -1)
     layer.build_plan(ids_TK, plan)
-    R = plan.pick_of_slot_R.shape[0]
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device, dtype=dtype)
 
-    x_TD, h_RF, gate_up_R2F = normal(T, D), normal(R, F), normal(R, 2 * F)
+    x_TD, h_RF, gate_up_R2F = normal(T, D), normal(plan.R, F), normal(plan.R, 2 * F)
     w1_EFD, w3_EFD, w2_EDF = normal(E, F, D), normal(E, F, D), normal(E, D, F)
     weights_TK = torch.rand(T, K, device=device)
     x_RD = gather(x_TD, plan)

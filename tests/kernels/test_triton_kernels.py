@@ -89,8 +89,8 @@ def test_poisoned_memory(monkeypatch):
 def test_plan_equals_reference():
     from inductor_kernels import index
 
-    several_steps = (400, 3, 300, -1)  # of a program of the index kernels
-    for T, K, E, max_rows in ((50, 3, 7, -1), (9, 1, 1, -1), (30, 2, 5, 11), several_steps):
+    several_programs, several_steps = (100, 3, 300, -1), (400, 3, 300, -1)
+    for T, K, E, max_rows in ((50, 3, 7, -1), (9, 1, 1, -1), (30, 2, 5, 11), several_programs, several_steps):
         ids_TK = torch.randint(-1, E + 1, (T, K), device=DEVICE)
         plan, truth = (empty_plan(ids_TK, E, 16, max_rows) for _ in range(2))
         index.build_plan(ids_TK, plan)
