@@ -23,15 +23,23 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _traits(args: tuple[torch.Tensor | int, ...]) -> list[Any]:
-    """What triton specialises a kernel on: dtype and alignment of pointers; value 1, divisibility and width of ints."""
+def _traits_and_values(args: tuple[torch.Tensor | int, ...]) -> tuple[list[Any], list[int]]:
+    """What triton specialises a kernel on, and what it hands to the device.
+
+    Dtype, alignment and device of pointers; value 1, divisibility and width of ints. Addresses instead of tensors, since
+    triton would ask the driver about each tensor again.
+    """
     traits: list[Any] = []
+    values: list[int] = []
     for arg in args:
         if type(arg) is int:
             traits.append((arg == 1) + 2 * (arg % 16 == 0) + 4 * (-(2**31) <= arg < 2**31))
+            values.append(arg)
         else:
-            traits += (arg.dtype, arg.data_ptr() % 16 == 0)  # type: ignore[union-attr]
-    return traits
+            address = arg.data_ptr()  # type: ignore[union-attr]
+            traits += (arg.dtype, arg.get_device(), address % 16 == 0)  # type: ignore[union-attr]
+            values.append(address)
+    return traits, values
 
 
 class Constants:
@@ -59,18 +67,18 @@ def launch(kernel: Any, grid: tuple[int, ...], how: Constants, *args: torch.Tens
     if not isinstance(kernel, JITFunction):  # the interpreter compiles nothing
         kernel[grid](*args, **how.values, num_warps=how.num_warps, num_stages=how.num_stages)
         return
-    # id: a kernel lives as long as its module, and its own hash is slow.
-    device = args[0].get_device()  # type: ignore[union-attr]
-    key = (id(kernel), device, how, *_traits(args))
+    traits, values = _traits_and_values(args)
+    key = (id(kernel), how, *traits)  # id: a kernel lives as long as its module, and its own hash is slow
     known = _compiled.get(key)
     if known is None:
         compiled = kernel[grid](*args, **how.values, num_warps=how.num_warps, num_stages=how.num_stages)
         _compiled[key] = compiled, [how.values[name] for name in kernel.arg_names[len(args) :]]
         return
-    compiled, values = known
+    compiled, constant_values = known
     grid3 = (*grid, 1, 1)[:3]
     if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:  # a profiler wants to see it
-        compiled[grid3](*args, *values)
+        compiled[grid3](*args, *constant_values)
     else:  # the same without what hooks need
-        stream = driver.active.get_current_stream(device)
-        compiled.run(*grid3, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *values)
+        run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+        stream = driver.active.get_current_stream(args[0].get_device())  # type: ignore[union-attr]
+        run(*grid3, stream, function, metadata, None, None, None, *values, *constant_values)

@@ -46,7 +46,7 @@ def test_second_launch_goes_past_triton(calls):
     first, second = calls
     assert first == ("kernel", (3,), (x, 7), {"A": 1, "B": 2, "num_warps": 4, "num_stages": 3})
     # Constants in the kernel's order.
-    assert second == ("run", (4, 5, 1, "stream", "function", "metadata", None, None, None, x, 7, 1, 2))
+    assert second == ("run", (4, 5, 1, "stream", "function", "metadata", None, None, None, x.data_ptr(), 7, 1, 2))
 
 
 def test_profilers_see_every_launch(calls):
@@ -67,6 +67,7 @@ def test_profilers_see_every_launch(calls):
     [
         {"x": torch.empty(8, dtype=torch.bfloat16)},
         {"x": torch.empty(9)[1:]},  # not aligned to 16 bytes
+        {"x": SimpleNamespace(dtype=torch.float32, data_ptr=lambda: 16, get_device=lambda: 1)},  # not the kernel's
         {"n": 1},
         {"n": 16},
         {"n": 2**31},
