@@ -26,8 +26,8 @@ def next_power_of_2(n: int) -> int:
 def _traits_and_values(args: tuple[torch.Tensor | int, ...]) -> tuple[list[Any], list[int]]:
     """What triton specialises a kernel on, and what it hands to the device.
 
-    Dtype, alignment and device of pointers; value 1, divisibility and width of ints. Addresses instead of tensors, since
-    triton would ask the driver about each tensor again.
+    Dtype, device and alignment of pointers; value 1, divisibility and width of ints. Addresses instead of tensors:
+    triton would ask the driver about each tensor.
     """
     traits: list[Any] = []
     values: list[int] = []
