@@ -28,6 +28,13 @@ from .slots import expert_of_tile_M, pick_of_slot_R, segment_E1, segments_by_siz
 
 
 @triton.jit
+def _row_tiles(plan_ptr, E, R, BM: tl.constexpr):
+    """Number of row tiles in use, addresses of their experts and of the picks in their slots."""
+    num_m = tl.load(segment_E1(plan_ptr) + E) // BM
+    return num_m, expert_of_tile_M(plan_ptr, E, R), pick_of_slot_R(plan_ptr, E)
+
+
+@triton.jit
 def _tile_coordinates(tile, num_m, num_n, GROUP_M: tl.constexpr):
     """Column-by-column order inside groups of GROUP_M row tiles, so that tiles in flight share operands in L2."""
     group_size = GROUP_M * num_n
@@ -331,9 +338,7 @@ def _gate_up_kernel(
     STORE_DESC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    num_m = tl.load(segment_E1(plan_ptr) + E) // BM
-    pick_of_slot_ptr = pick_of_slot_R(plan_ptr, E)
-    expert_of_tile_ptr = expert_of_tile_M(plan_ptr, E, R)
+    num_m, expert_of_tile_ptr, pick_of_slot_ptr = _row_tiles(plan_ptr, E, R, BM)
     num_n: tl.constexpr = (F + BN - 1) // BN
     w13 = _pair_operand(w1_ptr, w3_minus_w1, E, F, D, BN, BK, 2, SWAPPED, DESC)
     num_tiles = num_m * num_n
@@ -374,9 +379,7 @@ def _down_kernel(
     STORE_DESC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    num_m = tl.load(segment_E1(plan_ptr) + E) // BM
-    pick_of_slot_ptr = pick_of_slot_R(plan_ptr, E)
-    expert_of_tile_ptr = expert_of_tile_M(plan_ptr, E, R)
+    num_m, expert_of_tile_ptr, pick_of_slot_ptr = _row_tiles(plan_ptr, E, R, BM)
     num_n: tl.constexpr = (D + BN - 1) // BN
     h = _rows_operand(h_ptr, R, F, F, BM, BK, DESC)
     if SCATTER:
@@ -422,9 +425,7 @@ def _down_backward_kernel(
     STORE_DESC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    num_m = tl.load(segment_E1(plan_ptr) + E) // BM
-    pick_of_slot_ptr = pick_of_slot_R(plan_ptr, E)
-    expert_of_tile_ptr = expert_of_tile_M(plan_ptr, E, R)
+    num_m, expert_of_tile_ptr, pick_of_slot_ptr = _row_tiles(plan_ptr, E, R, BM)
     num_n: tl.constexpr = (F + BN - 1) // BN
     w2 = _weight_operand(w2_ptr, E, D, F, BK, BN, DESC)
     dh = _rows_operand(dh_ptr, R, F, F, BM, BN // 2, STORE_DESC)
@@ -470,9 +471,7 @@ def _gate_up_backward_kernel(
     STORE_DESC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    num_m = tl.load(segment_E1(plan_ptr) + E) // BM
-    pick_of_slot_ptr = pick_of_slot_R(plan_ptr, E)
-    expert_of_tile_ptr = expert_of_tile_M(plan_ptr, E, R)
+    num_m, expert_of_tile_ptr, pick_of_slot_ptr = _row_tiles(plan_ptr, E, R, BM)
     num_n: tl.constexpr = (D + BN - 1) // BN
     dgate_up = _rows_operand(dgate_up_ptr, R, 2 * F, 2 * F, BM, BK, DESC)
     if SCATTER:
@@ -701,12 +700,11 @@ def gate_up(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """h = silu(x W1^T) * (x W3^T) in slot order, and the pre-activations (empty unless `save`)."""
     E, F, D = w1_EFD.shape
-    R = plan.R
-    K = plan.K
+    R, K = plan.R, plan.K
     h_RF = x_TD.new_empty(R, F)
     gate_up_R2F = x_TD.new_empty(R if save else 0, 2 * F)
     distance = _distance(w1_EFD, w3_EFD)
-    tiles = plan.R // plan.row_tile * cdiv(F, config.block_n)
+    tiles = plan.M * cdiv(F, config.block_n)
     launch(
         _gate_up_kernel,
         _grid(x_TD.device, tiles),
@@ -731,7 +729,7 @@ def down(
     T, K = weights_TK.shape
     R = h_RF.shape[0]
     out = h_RF.new_empty(T if K == 1 else R, D)
-    tiles = plan.R // plan.row_tile * cdiv(D, config.block_n)
+    tiles = plan.M * cdiv(D, config.block_n)
     launch(
         _down_kernel,
         _grid(h_RF.device, tiles),
@@ -753,7 +751,7 @@ def down_backward(dout: torch.Tensor, w2_EDF: torch.Tensor, plan: Plan, config: 
     E, D, F = w2_EDF.shape
     R = plan.R
     dh_RF = dout.new_empty(R, F)
-    tiles = plan.R // plan.row_tile * cdiv(F, config.block_n)
+    tiles = plan.M * cdiv(F, config.block_n)
     launch(
         _down_backward_kernel,
         _grid(dout.device, tiles),
@@ -777,7 +775,7 @@ def gate_up_backward(
     R = dgate_up_R2F.shape[0]
     dx = dgate_up_R2F.new_empty(T if K == 1 else R, D)
     distance = _distance(w1_EFD, w3_EFD)
-    tiles = plan.R // plan.row_tile * cdiv(D, config.block_n)
+    tiles = plan.M * cdiv(D, config.block_n)
     launch(
         _gate_up_backward_kernel,
         _grid(dx.device, tiles),

@@ -20,10 +20,15 @@ from .slots import expert_of_tile_M, pick_of_slot_R, segment_E1, segments_by_siz
 
 
 @triton.jit
-def _hits(ids_ptr, first_pick, num_picks, experts, STEP: tl.constexpr):
-    """(STEP, experts) 1 where a pick, from `first_pick` on, chose the expert."""
+def _load_ids(ids_ptr, first_pick, num_picks, STEP: tl.constexpr):
+    """Expert ids of STEP picks from `first_pick` on; -1 past the last pick."""
     picks = first_pick + tl.arange(0, STEP)
-    ids = tl.load(ids_ptr + picks, mask=picks < num_picks, other=-1)
+    return tl.load(ids_ptr + picks, mask=picks < num_picks, other=-1)
+
+
+@triton.jit
+def _hits(ids, experts):
+    """(picks, experts) 1 where a pick chose the expert."""
     return (ids[:, None] == experts[None, :]).to(tl.int32)
 
 
@@ -34,7 +39,7 @@ def _count_kernel(ids_ptr, counts_BE_ptr, num_picks, steps, E, E_PAD: tl.constex
     counts = tl.zeros((E_PAD,), tl.int32)
     first = block.to(tl.int64) * steps * STEP
     for step in range(steps):
-        counts += tl.sum(_hits(ids_ptr, first + step * STEP, num_picks, experts, STEP), axis=0)
+        counts += tl.sum(_hits(_load_ids(ids_ptr, first + step * STEP, num_picks, STEP), experts), axis=0)
     tl.store(counts_BE_ptr + block * E + experts, counts, mask=experts < E)
 
 
@@ -52,8 +57,8 @@ def _assign_kernel(
     B_PAD: tl.constexpr,
     STEP: tl.constexpr,
     TILES: tl.constexpr,
-    COUNTED: tl.constexpr,
 ):
+    """B_PAD: blocks counted beforehand, to a power of two; 0 if no kernel has counted the picks."""
     segment_ptr = segment_E1(plan_ptr)
     segments_by_size_ptr = segments_by_size_E3(plan_ptr, E)
     pick_of_slot_ptr = pick_of_slot_R(plan_ptr, E)
@@ -65,7 +70,7 @@ def _assign_kernel(
     is_expert = experts < E
     first_pick = block.to(tl.int64) * steps * STEP
     # Every program adds up the counts itself: cheaper than another launch that does it once.
-    if COUNTED:
+    if B_PAD > 0:
         blocks = tl.arange(0, B_PAD)
         counts = tl.load(
             counts_BE_ptr + blocks[:, None] * E + experts[None, :],
@@ -77,10 +82,10 @@ def _assign_kernel(
     else:
         hits = tl.zeros((STEP, E_PAD), tl.int32)
         for start in range(0, first_pick, STEP):
-            hits += _hits(ids_ptr, start, num_picks, experts, STEP)
+            hits += _hits(_load_ids(ids_ptr, start, num_picks, STEP), experts)
         earlier = tl.sum(hits, axis=0)
         for start in range(first_pick, num_picks, STEP):
-            hits += _hits(ids_ptr, start, num_picks, experts, STEP)
+            hits += _hits(_load_ids(ids_ptr, start, num_picks, STEP), experts)
         totals = tl.sum(hits, axis=0)
     padded = (totals + ROW_TILE - 1) // ROW_TILE * ROW_TILE
     ends = tl.cumsum(padded, axis=0)
@@ -90,15 +95,14 @@ def _assign_kernel(
     base = starts + earlier
     for step in range(steps):
         picks = first_pick + step * STEP + tl.arange(0, STEP)
-        is_pick = picks < num_picks
-        ids = tl.load(ids_ptr + picks, mask=is_pick, other=-1)
+        ids = _load_ids(ids_ptr, first_pick + step * STEP, num_picks, STEP)
         local = (ids >= 0) & (ids < E)
-        hits = (ids[:, None] == experts[None, :]).to(tl.int32)
+        hits = _hits(ids, experts)
         rank = tl.cumsum(hits, axis=0) - 1
         slots = tl.sum(hits * (rank + base[None, :]), axis=1)
         fits = local & (slots < num_slots)
         slot_or_reason = tl.where(fits, slots, tl.where(local, -2, -1))
-        tl.store(slot_of_pick_ptr + picks, slot_or_reason, mask=is_pick)
+        tl.store(slot_of_pick_ptr + picks, slot_or_reason, mask=picks < num_picks)
         tl.store(pick_of_slot_ptr + slots, picks.to(tl.int32), mask=fits)
         base += tl.sum(hits, axis=0)
 
@@ -162,10 +166,9 @@ def build_plan(ids_TK: torch.Tensor, plan: Plan) -> None:
         constants(
             ROW_TILE=plan.row_tile,
             E_PAD=experts_padded,
-            B_PAD=next_power_of_2(num_blocks),
+            B_PAD=next_power_of_2(num_blocks) if counted else 0,
             STEP=step,
             TILES=16,
-            COUNTED=counted,
             num_warps=8,
         ),
         ids_TK,

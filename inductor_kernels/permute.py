@@ -47,8 +47,9 @@ def _gather_kernel(
     else:
         token = (program - E).to(tl.int64)
         row = tl.load(x_ptr + token * stride + cols, mask=in_D)
+        slot_of_pick_ptr = slot_of_pick_TK(plan_ptr, E, R, ROW_TILE)
         for k in tl.static_range(K):
-            slot = tl.load(slot_of_pick_TK(plan_ptr, E, R, ROW_TILE) + token * K + k).to(tl.int64)
+            slot = tl.load(slot_of_pick_ptr + token * K + k).to(tl.int64)
             tl.store(out_ptr + slot * D + cols, row, mask=in_D & (slot >= 0))
 
 
@@ -70,8 +71,9 @@ def _combine_kernel(
     cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     in_D = cols < D
     acc = tl.zeros((BLOCK_D,), tl.float32)
+    slot_of_pick_ptr = slot_of_pick_TK(plan_ptr, E, R, ROW_TILE)
     for k in tl.static_range(K):
-        slot = tl.load(slot_of_pick_TK(plan_ptr, E, R, ROW_TILE) + token * K + k).to(tl.int64)
+        slot = tl.load(slot_of_pick_ptr + token * K + k).to(tl.int64)
         row = tl.load(rows_ptr + slot * D + cols, mask=in_D & (slot >= 0), other=0.0).to(tl.float32)
         if WEIGHTED:
             row *= tl.load(weights_ptr + token * K + k).to(tl.float32)

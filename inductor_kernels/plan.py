@@ -23,6 +23,11 @@ class Plan(NamedTuple):
     row_tile: int
 
     @property
+    def M(self) -> int:
+        """Row tiles of the R slots."""
+        return self.R // self.row_tile
+
+    @property
     def segment_E1(self) -> torch.Tensor:
         """(E+1,) first slot of each expert's segment; the last entry is the number of slots in use."""
         return self.memory_N[: self.E + 1]
@@ -39,13 +44,13 @@ class Plan(NamedTuple):
 
     @property
     def expert_of_tile_M(self) -> torch.Tensor:
-        """(R / row_tile,) expert of each row tile; E in tiles that aren't in use."""
-        return self.memory_N[_head_size(self.E) + self.R :][: self.R // self.row_tile]
+        """(M,) expert of each row tile; E in tiles that aren't in use."""
+        return self.memory_N[_head_size(self.E) + self.R :][: self.M]
 
     @property
     def slot_of_pick_TK(self) -> torch.Tensor:
         """(T, K) slot of each pick, token-major. -1: the id isn't a local expert. -2: more picks than `max_rows`."""
-        return self.memory_N[_head_size(self.E) + self.R + self.R // self.row_tile :].view(self.T, self.K)
+        return self.memory_N[_head_size(self.E) + self.R + self.M :].view(self.T, self.K)
 
 
 def num_slots(num_picks: int, num_experts: int, row_tile: int, max_rows: int) -> int:
