@@ -13,6 +13,8 @@ import contextlib
 import functools
 import importlib
 import logging
+import pathlib
+import zlib
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, Literal
@@ -24,6 +26,10 @@ from .configs import layer_config
 from .plan import Plan, empty_plan, num_slots, plan_size
 
 Path = Literal["triton", "reference"]
+
+_VERSION = zlib.crc32(b"".join(p.read_bytes() for p in sorted(pathlib.Path(__file__).parent.glob("*.py"))))
+"""Of this package's code, an argument of the op. Inductor's caches on disk know an op by its name and arguments alone:
+without it, code compiled before a change of the plan would still be found, and expect other shapes."""
 
 _log = logging.getLogger(__name__)
 _path_of_device: dict[str, Path] = {}
@@ -84,8 +90,8 @@ def _run(function: str, device: torch.device, *args: Any) -> Any:
 # of those cost as much time on the host as a small layer's kernels take.
 torch.library.define(
     "inductor_kernels::moe_experts",
-    "(Tensor x, Tensor ids, Tensor weights, Tensor w1, Tensor w3, Tensor w2, int max_rows, bool save)"
-    " -> (Tensor, Tensor, Tensor)",
+    "(Tensor x, Tensor ids, Tensor weights, Tensor w1, Tensor w3, Tensor w2, int max_rows, bool save,"
+    " int version) -> (Tensor, Tensor, Tensor)",
 )
 torch.library.define(
     "inductor_kernels::moe_experts_backward",
@@ -108,6 +114,7 @@ def _moe_experts(
     w2_EDF: torch.Tensor,
     max_rows: int,
     save: bool,
+    version: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     x_TD, topk_ids_TK, topk_weights_TK = x_TD.contiguous(), topk_ids_TK.contiguous(), topk_weights_TK.contiguous()
     w1_EFD, w3_EFD, w2_EDF = w1_EFD.contiguous(), w3_EFD.contiguous(), w2_EDF.contiguous()
@@ -121,7 +128,7 @@ def _moe_experts(
 
 
 @torch.library.register_fake("inductor_kernels::moe_experts")
-def _(x_TD, topk_ids_TK, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF, max_rows, save):
+def _(x_TD, topk_ids_TK, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF, max_rows, save, version):
     E, F, _ = w1_EFD.shape
     row_tile = _row_tile(x_TD, w2_EDF)
     R = num_slots(topk_ids_TK.numel(), E, row_tile, max_rows)
@@ -165,8 +172,8 @@ class _Experts(torch.autograd.Function):
     """Autograd of `run`: of the op below autograd, or of its implementation itself."""
 
     @staticmethod
-    def forward(ctx, run, x_TD, ids_TK, weights_TK, w1_EFD, w3_EFD, w2_EDF, max_rows, save):
-        out_TD, gate_up_R2F, plan_N = run(x_TD, ids_TK, weights_TK, w1_EFD, w3_EFD, w2_EDF, max_rows, save)
+    def forward(ctx, run, x_TD, ids_TK, weights_TK, w1_EFD, w3_EFD, w2_EDF, *options):
+        out_TD, gate_up_R2F, plan_N = run(x_TD, ids_TK, weights_TK, w1_EFD, w3_EFD, w2_EDF, *options)
         ctx.save_for_backward(x_TD, weights_TK, w1_EFD, w3_EFD, w2_EDF, gate_up_R2F, plan_N)
         # The saved outputs get no gradient: without this, torch would fill one of size R x 2F with zeros.
         ctx.set_materialize_grads(False)
@@ -175,7 +182,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout_TD, *_):
         if dout_TD is None:
-            return (None,) * 9
+            return (None,) * 10
         saved = ctx.saved_tensors
         gate_up_R2F = saved[-2]
         if type(gate_up_R2F) is torch.Tensor:
@@ -186,7 +193,7 @@ class _Experts(torch.autograd.Function):
         else:
             grads = torch.ops.inductor_kernels.moe_experts_backward(dout_TD, *saved)
         dx_TD, dweights_TK, dw1_EFD, dw3_EFD, dw2_EDF = grads
-        return None, dx_TD, None, dweights_TK, dw1_EFD, dw3_EFD, dw2_EDF, None, None
+        return None, dx_TD, None, dweights_TK, dw1_EFD, dw3_EFD, dw2_EDF, None, None, None
 
 
 def _below_autograd(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -274,7 +281,7 @@ def moe_experts(
         raise ValueError(f"max_rows must not be negative, got {max_rows}; None means no bound")
     tensors = (x_TD, topk_ids_TK, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF)
     save = _needs_gradient(*tensors)
-    inputs = (*tensors, -1 if max_rows is None else max_rows, save)
+    inputs = (*tensors, -1 if max_rows is None else max_rows, save, _VERSION)
     if not _is_plain(*tensors):
         return torch.ops.inductor_kernels.moe_experts(*inputs)[0]
     # The same past the dispatcher, where a small layer would leave the device waiting for the host.

@@ -56,7 +56,9 @@ def _swiglu_backward_kernel(
     silu = gate * sig
     dtype = dh_ptr.dtype.element_ty
     h = (silu * up).to(dtype).to(tl.float32)
-    tl.store(dweights_ptr + picks, tl.sum(h * dh, axis=1).to(dweights_ptr.dtype.element_ty), mask=is_pick)
+    # A product that can't be fused into the sum: else the threads of a row could end with sums a rounding apart.
+    products = tl.fma(h, dh, 0.0)
+    tl.store(dweights_ptr + picks, tl.sum(products, axis=1).to(dweights_ptr.dtype.element_ty), mask=is_pick)
     tl.store(dh_ptr + offsets, (h * weight).to(dtype), mask=mask)
     dh *= weight
     tl.store(dgate_up_ptr + double_offsets, (dh * up * sig * (1 + gate * (1 - sig))).to(dtype), mask=mask)

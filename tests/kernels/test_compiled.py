@@ -125,3 +125,27 @@ def test_machine_code_of_the_update(dtype, monkeypatch, tmp_path):
         assert name == "_square_sum_kernel" or len(re.findall(r"STG\.E\.128", code)) >= 4, name
         scalars = re.findall(r"LDG\.E(?!\.128)", code)
         assert len(scalars) <= 4, f"{name} loads {len(scalars)} times less than 16 bytes a thread"
+
+
+@pytest.mark.skipif(not CUOBJDUMP.exists(), reason="this build of triton brings no CUDA tools")
+@pytest.mark.parametrize("F", [12, 16])
+def test_threads_of_a_row_have_one_sum(F, monkeypatch, tmp_path):
+    """What a thread gets from another is added as it is: fused with a product, each would have a sum of its own."""
+    compiled: list[Any] = []
+
+    def launch(kernel, grid, how, *args):
+        compiled.append(compile_for(90, kernel, how, args))
+
+    monkeypatch.setattr(swiglu, "launch", launch)
+    ids_TK = torch.empty(64, 2, dtype=torch.int64, device="meta")
+    plan = empty_plan(ids_TK, 4, 64, -1)
+    dh_RF, gate_up_R2F = (torch.empty(plan.R, width, device="meta") for width in (F, 2 * F))
+    swiglu.swiglu_backward(dh_RF, gate_up_R2F, torch.empty(64, 2, device="meta"), plan, True)
+    code = disassembled(compiled[0], "-sass", tmp_path)
+    instructions = [line.split("*/", 1)[1] for line in code.splitlines() if "*/" in line and ";" in line]
+    exchanges = [i for i, text in enumerate(instructions) if "SHFL.BFLY" in text]
+    assert exchanges
+    for i in exchanges:
+        register = re.search(r"SHFL\.BFLY PT, (R\d+),", instructions[i])[1]
+        user = next(text for text in instructions[i + 1 :] if re.search(rf", {register}\b", text))
+        assert "FADD" in user, user

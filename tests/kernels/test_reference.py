@@ -9,10 +9,12 @@ import sys
 import pytest
 import torch
 from oracle import assert_matches_oracle, output_and_gradients, random_problem
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
 
 import inductor_kernels
-from inductor_kernels import kernel_path, moe_experts, ops, sorted_experts, use_path
+from inductor_kernels import kernel_path, moe_experts, ops, plan, sorted_experts, use_path
 
 
 def experts(problem):
@@ -35,7 +37,7 @@ def test_empty_expert_has_zero_gradient():
 
 def test_no_grad_saves_nothing():
     problem = random_problem(12, 2, 3, 16, 16)
-    saved = torch.ops.inductor_kernels.moe_experts(*problem, -1, False)[1]
+    saved = torch.ops.inductor_kernels.moe_experts(*problem, -1, False, 0)[1]
     assert saved.numel() == 0
     with torch.no_grad():
         assert torch.equal(experts(problem), experts(problem.like(torch.float32)).detach())
@@ -45,8 +47,8 @@ def test_op_registration():
     # One expert and a full last tile: no output element is left undefined, so that outputs can be compared.
     problem = random_problem(16, 1, 1, 16, 16)
     utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.inductor_kernels.moe_experts.default, (*problem, -1, True), test_utils=utilities)
-    out, *saved = torch.ops.inductor_kernels.moe_experts(*(t.detach() for t in problem), -1, True)
+    torch.library.opcheck(torch.ops.inductor_kernels.moe_experts.default, (*problem, -1, True, 0), test_utils=utilities)
+    out, *saved = torch.ops.inductor_kernels.moe_experts(*(t.detach() for t in problem), -1, True, 0)
     inputs = (torch.randn_like(out), *(t.detach() for t in problem.leaves()))
     torch.library.opcheck(
         torch.ops.inductor_kernels.moe_experts_backward.default, (*inputs, *saved), test_utils=utilities
@@ -61,6 +63,27 @@ def test_compile_fullgraph(dynamic):
         dout_TD = torch.randn(T, 16)
         eager, traced = (output_and_gradients(f, problem, dout_TD) for f in (experts, compiled))
         assert all(torch.equal(eager[name], traced[name]) for name in eager)
+
+
+def test_compiled_code_of_another_version_is_left(monkeypatch):
+    """An upgrade that changes the plan's size meets the code that the version before compiled."""
+    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", True)
+    monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", True)
+    problem = random_problem(20, 2, 4, 16, 24)
+    dout_TD = torch.randn(20, 16)
+    head_size = plan._head_size
+    found = []
+    with fresh_cache():
+        for version, extra in ((1, 0), (1, 0), (2, 16)):
+            monkeypatch.setattr(ops, "_VERSION", version)
+            monkeypatch.setattr(plan, "_head_size", lambda E, extra=extra: head_size(E) + extra)
+            torch._dynamo.reset()
+            counters.clear()
+            compiled = torch.compile(experts, fullgraph=True)
+            eager, traced = (output_and_gradients(f, problem, dout_TD) for f in (experts, compiled))
+            assert all(torch.equal(eager[name], traced[name]) for name in eager)
+            found.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert found == [0, 1, 0]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
