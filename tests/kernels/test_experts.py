@@ -63,7 +63,7 @@ def test_routed_experts_equal_stock_dispatch(routing):
     stock.inner_experts.__class__ = Float32GroupedExperts
     ours = build(KernelRoutedExperts, KernelGroupedExperts)
     for value, truth in zip(run(ours, *routing), run(stock, *routing), strict=True):
-        torch.testing.assert_close(value, truth, rtol=1e-5, atol=1e-6)
+        assert (value - truth).norm() < 2e-6 * truth.norm()
 
 
 def test_grouped_experts_behind_stock_dispatch(routing):
@@ -71,7 +71,7 @@ def test_grouped_experts_behind_stock_dispatch(routing):
     stock.inner_experts.__class__ = Float32GroupedExperts
     ours = build(RoutedExperts, KernelGroupedExperts)
     for value, truth in zip(run(ours, *routing), run(stock, *routing), strict=True):
-        torch.testing.assert_close(value, truth, rtol=1e-5, atol=1e-6)
+        assert (value - truth).norm() < 2e-6 * truth.norm()
 
 
 def test_bf16_parameters_give_the_stock_numbers(routing):
