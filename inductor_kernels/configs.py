@@ -60,11 +60,11 @@ def _uniform(config: GemmConfig) -> LayerConfig:
 
 _HOPPER_16BIT = LayerConfig(
     gate_up=GemmConfig(block_m=128, block_n=128, block_k=64, num_stages=4, group_m=12, descriptor_stores=False),
-    down=GemmConfig(block_m=128, block_n=256, block_k=64, num_stages=3, group_m=12),
-    down_backward=GemmConfig(block_m=128, block_n=256, block_k=64, num_stages=3, group_m=4, gather=False),
-    gate_up_backward=GemmConfig(block_m=128, block_n=256, block_k=64, num_stages=3),
-    gate_up_weight_grad=GemmConfig(block_m=128, block_n=256, block_k=64, num_stages=3, group_m=4, gather=False),
-    down_weight_grad=GemmConfig(block_m=128, block_n=256, block_k=64, num_stages=3, group_m=4, gather=False),
+    down=GemmConfig(block_m=128, block_n=256, block_k=64, num_stages=4, group_m=12),
+    down_backward=GemmConfig(block_m=128, block_n=256, block_k=64, num_stages=4, group_m=4, gather=False),
+    gate_up_backward=GemmConfig(block_m=128, block_n=256, block_k=64, num_stages=4),
+    gate_up_weight_grad=GemmConfig(block_m=128, block_n=256, block_k=64, num_stages=4, group_m=4, gather=False),
+    down_weight_grad=GemmConfig(block_m=128, block_n=256, block_k=64, num_stages=4, group_m=4, gather=False),
 )
 # From the sizes that reference work on Intel's Max 1550 uses (256 x 256 x 32, 32 warps); not measured by us.
 _XPU_16BIT = _uniform(GemmConfig(block_m=128, block_n=128, block_k=32, num_warps=32, num_stages=4))

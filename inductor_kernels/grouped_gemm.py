@@ -543,11 +543,14 @@ def _store_weight_grad(
     BC: tl.constexpr,
     DESC: tl.constexpr,
 ):
-    """Store a (BR, BC) block of expert e of the first (half = 0) or second gradient."""
+    """Store a (BR, 2 BC) tile of expert e of the first (half = 0) or second gradient, as two (BR, BC) blocks."""
+    left, right = _split_columns(value, BR, 2 * BC)
     if HALVES == 1 or half == 0:
-        _store_weight(out0, e, row, col, value, ROWS, COLS, BR, BC, DESC)
+        _store_weight(out0, e, row, col, left, ROWS, COLS, BR, BC, DESC)
+        _store_weight(out0, e, row, col + BC, right, ROWS, COLS, BR, BC, DESC)
     else:
-        _store_weight(out1, e, row, col, value, ROWS, COLS, BR, BC, DESC)
+        _store_weight(out1, e, row, col, left, ROWS, COLS, BR, BC, DESC)
+        _store_weight(out1, e, row, col + BC, right, ROWS, COLS, BR, BC, DESC)
 
 
 @triton.jit
@@ -588,8 +591,8 @@ def _weight_grad_kernel(
         a_rows = _rows_operand(a_ptr, R, ALL_A_COLS, ALL_A_COLS, BK, BM, DESC)
     if not GATHER_B:
         b_rows = _rows_operand(b_ptr, R, B_COLS, B_COLS, BK, BN, DESC)
-    out0 = _weight_operand(out0_ptr, E, A_COLS, OUT_COLS, BM, BN, STORE_DESC)
-    out1 = _weight_operand(out1_ptr, E, A_COLS, OUT_COLS, BM, BN, STORE_DESC) if HALVES == 2 else out0
+    out0 = _weight_operand(out0_ptr, E, A_COLS, OUT_COLS, BM, BN // 2, STORE_DESC)
+    out1 = _weight_operand(out1_ptr, E, A_COLS, OUT_COLS, BM, BN // 2, STORE_DESC) if HALVES == 2 else out0
     num_tiles = E * num_m * num_n
     segments_by_size_ptr = segments_by_size_E3(plan_ptr, E)
     pick_of_slot_ptr = pick_of_slot_R(plan_ptr, E)
@@ -627,7 +630,7 @@ def _weight_grad_kernel(
         acc = tl.dot(a.T, b, acc, input_precision=PRECISION)
         if k + BK >= last:
             _store_weight_grad(
-                out0, out1, e, half, row, out_col + col, acc, A_COLS, OUT_COLS, HALVES, BM, BN, STORE_DESC
+                out0, out1, e, half, row, out_col + col, acc, A_COLS, OUT_COLS, HALVES, BM, BN // 2, STORE_DESC
             )
             acc = tl.zeros((BM, BN), tl.float32)
     # Experts without picks come last.
@@ -636,7 +639,9 @@ def _weight_grad_kernel(
         segment, half, row, col = _weight_grad_tile(turn, segments_by_size_ptr, num_half, num_m, num_n, BM, BN, GROUP_M)
         e = tl.load(segment)
         zeros = tl.zeros((BM, BN), tl.float32)
-        _store_weight_grad(out0, out1, e, half, row, out_col + col, zeros, A_COLS, OUT_COLS, HALVES, BM, BN, STORE_DESC)
+        _store_weight_grad(
+            out0, out1, e, half, row, out_col + col, zeros, A_COLS, OUT_COLS, HALVES, BM, BN // 2, STORE_DESC
+        )
 
 
 def _descriptors_fit(*tensors: torch.Tensor) -> bool:
