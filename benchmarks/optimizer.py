@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 from mula_titan.components.optimizer_sharding import OptimizerMeshes, Owners, ShardedAdamW
+from mula_titan.components.optimizer_sharding.buckets import kernel_rates
 
 if TYPE_CHECKING:
     from mula_titan.planner.sharded import Held
@@ -376,9 +377,12 @@ def run_update(args: argparse.Namespace) -> None:
     steps = torch.zeros((), device="cpu" if args.offload else device)
     factor = torch.ones((), device=device)
 
+    fused = optimizer.buckets[0].has_kernels
+
     def update() -> None:
+        rates_4 = kernel_rates(steps, group) if fused else None
         for bucket in optimizer.buckets:
-            bucket.update(steps, group)
+            bucket.update(steps, group, rates_4)
 
     def whole_step() -> None:
         optimizer.zero_grad()
@@ -390,7 +394,6 @@ def run_update(args: argparse.Namespace) -> None:
     a, b = (torch.empty(total, device=device) for _ in range(2))
     # Bytes an element: gradient, master and two moments read, the last three written, bf16 parameters written; the norm
     # reads the gradient. Without kernels the gradient is also scaled in place and the master read again for the cast.
-    fused = optimizer.buckets[0].has_kernels
     subjects: dict[str, tuple[Callable[[], Any], float]] = {
         "copy": (lambda: b.copy_(a), 8),
         "update": (update, 30 if fused else 28),

@@ -1,8 +1,6 @@
 """The optimizers with the update kernel, on CPUs: this file runs itself in a process with Triton's interpreter."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from torchtitan.distributed.utils import clip_grad_norm_
 from inductor_kernels import use_path
 from mula_titan.components.kernel_adamw import KernelAdamW, make_adamw
 from tests.distributed.ranks import run_on_ranks
+from tests.interpreted import run_interpreted
 from tests.optimizer.synthetic import COMMON, Synthetic, groups, model, reference, run
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -30,16 +29,7 @@ CASES = [
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
 def test_under_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="this build of torch brings no triton")
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
-    assert "8 passed" in result.stdout
+    assert "8 passed" in run_interpreted(Path(__file__))
 
 
 def _sharded(case: Synthetic) -> dict[str, torch.Tensor]:

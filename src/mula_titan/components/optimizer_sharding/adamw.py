@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from inductor_kernels import kernel_path
 from mula_titan.components.grad_norm import GradNorm
-from mula_titan.components.optimizer_sharding.buckets import Bucket
+from mula_titan.components.optimizer_sharding.buckets import Bucket, kernel_rates
 from mula_titan.components.optimizer_sharding.layout import Slot, plan_buckets
 from mula_titan.components.optimizer_sharding.owners import OptimizerMeshes
 from mula_titan.components.optimizer_sharding.slices import FlatSlice
@@ -220,8 +220,10 @@ class ShardedAdamW(torch.optim.AdamW):
         order = list(zip(self.buckets, self._group_of_bucket, strict=True))[::-1]
         for bucket, _ in order:
             bucket.clip(factor)
+        has_kernels = any(bucket.has_kernels for bucket in self.buckets)
+        rates = [kernel_rates(self._steps, group) if has_kernels else None for group in self.param_groups]
         for bucket, group in order:
-            bucket.update(self._steps, self.param_groups[group])
+            bucket.update(self._steps, self.param_groups[group], rates[group])
             bucket.gather()
         self._steps += 1
         self._num_steps += 1

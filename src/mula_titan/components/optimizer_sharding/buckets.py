@@ -17,6 +17,11 @@ def _kernels() -> Any:
     return importlib.import_module("inductor_kernels.adamw")
 
 
+def kernel_rates(steps: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """What `Bucket.update` hands to the kernel, the same for all buckets of a parameter group."""
+    return _kernels().update_rates((steps + 1)[None], float(group["lr"]), group["betas"], group["weight_decay"])[0]
+
+
 class Bucket:
     """Parameters, gradients and this rank's shard of the optimizer states, each one flat tensor.
 
@@ -130,19 +135,23 @@ class Bucket:
                 self._on_host = torch.Event(self.grad_shard.device)
                 self._on_host.record()
 
-    def update(self, steps: torch.Tensor, group: dict[str, Any]) -> None:
-        """PyTorch's AdamW on this rank's shard; ``steps`` (fp32 scalar) counts the updates before this one."""
+    def update(self, steps: torch.Tensor, group: dict[str, Any], rates_4: torch.Tensor | None) -> None:
+        """PyTorch's AdamW on this rank's shard.
+
+        Args:
+            steps: fp32 scalar, updates before this one.
+            group: options of the shard's parameters.
+            rates_4: `kernel_rates` of both, where the kernels update.
+        """
         beta1, beta2 = group["betas"]
         if self.has_kernels:
             self._is_sent_current = self._sent is not self.master
-            kernels = _kernels()
-            rates = kernels.update_rates((steps + 1)[None], float(group["lr"]), (beta1, beta2), group["weight_decay"])
-            kernels.adamw(
+            _kernels().adamw(
                 self.master,
                 self.grad_shard,
                 self.exp_avg,
                 self.exp_avg_sq,
-                rates[0],
+                rates_4,
                 betas=(beta1, beta2),
                 eps=group["eps"],
                 factor=self._factor,
