@@ -94,9 +94,10 @@ def update_rates(steps_S: torch.Tensor, lr: float, betas: tuple[float, float], w
     Returns:
         (S, 4) float32: lr * weight_decay, lr / (1 - beta1^step), sqrt(1 - beta2^step), and 0 for alignment.
     """
-    lr, beta1, beta2, weight_decay = torch.tensor([lr, *betas, weight_decay]).tolist()  # torch's kernel has fp32 ones
+    # torch's kernel has fp32 ones
+    lr, beta1, beta2, weight_decay = torch.tensor([lr, *betas, weight_decay], dtype=torch.float32).tolist()
     rates_S4 = torch.zeros(steps_S.shape[0], 4, dtype=torch.float32, device=steps_S.device)
-    rates_S4[:, 0] = float(torch.tensor(lr) * torch.tensor(weight_decay))
+    rates_S4[:, 0] = float(torch.tensor(lr, dtype=torch.float32) * weight_decay)
     # A tensor as base: torch then takes the same float32 power as in its AdamW.
     rates_S4[:, 1] = torch.full_like(steps_S, lr) / (1 - torch.full_like(steps_S, beta1) ** steps_S)
     rates_S4[:, 2] = (1 - torch.full_like(steps_S, beta2) ** steps_S).sqrt()

@@ -77,7 +77,7 @@ _INTERPRETER = _uniform(GemmConfig(block_m=16, block_n=32, block_k=8, num_stages
 @functools.cache
 def layer_config(device: torch.device, dtype: torch.dtype, D: int, F: int) -> LayerConfig:
     """Configs for experts of model width D and width F: what `tune` measured on this device, or the built-in."""
-    if device.type == "cpu":
+    if device.type not in ("cuda", "xpu"):
         return _INTERPRETER
     config = _built_in(device, dtype)
     tuned = load_tuned(device).get(problem_key(dtype, D, F), {})

@@ -644,14 +644,19 @@ def _weight_grad_kernel(
         )
 
 
-def _descriptors_fit(*tensors: torch.Tensor) -> bool:
-    """Tensor descriptors need 16-byte aligned bases and rows."""
-    return not any([t.shape[-1] * t.element_size() % 16 or t.data_ptr() % 16 for t in tensors])
+def _descriptors_fit(widths: tuple[int, int], *tensors: torch.Tensor) -> bool:
+    """Tensor descriptors need 16-byte aligned bases, rows (D, F or 2F long) and columns (from 0 or F on).
+
+    New tensors, which the kernels write, have such bases.
+    """
+    size = tensors[0].element_size()
+    return not any([width * size % 16 for width in widths] + [t.data_ptr() % 16 for t in tensors])
 
 
 def _precision(tensor: torch.Tensor) -> str:
     """fp32 inputs follow torch's own switch for matrix products; 16-bit inputs don't care."""
-    if tensor.dtype == torch.float32 and tensor.is_cuda and torch.backends.cuda.matmul.allow_tf32:
+    # Not `allow_tf32`, which raises where the user has set this one.
+    if tensor.dtype == torch.float32 and tensor.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32":
         return "tf32"
     return "ieee"
 
@@ -678,9 +683,9 @@ def _constants(config: GemmConfig, descriptors: bool, precision: str, **values: 
     )
 
 
-def _launch_constants(config: GemmConfig, *tensors: torch.Tensor, **values: int) -> Constants:
-    """Of a kernel that reads these tensors by descriptors where they allow it."""
-    return _constants(config, _descriptors_fit(*tensors), _precision(tensors[0]), **values)
+def _launch_constants(config: GemmConfig, widths: tuple[int, int], *tensors: torch.Tensor, **values: int) -> Constants:
+    """Of a kernel that reads these tensors, and writes new ones, by descriptors where D, F and addresses allow it."""
+    return _constants(config, _descriptors_fit(widths, *tensors), _precision(tensors[0]), **values)
 
 
 def _distance(w1_EFD: torch.Tensor, w3_EFD: torch.Tensor) -> int:
@@ -688,10 +693,12 @@ def _distance(w1_EFD: torch.Tensor, w3_EFD: torch.Tensor) -> int:
     return (w3_EFD.data_ptr() - w1_EFD.data_ptr()) // w1_EFD.element_size()
 
 
-def _pair_constants(config: GemmConfig, distance: int, *tensors: torch.Tensor, **values: int) -> Constants:
+def _pair_constants(
+    config: GemmConfig, widths: tuple[int, int], distance: int, *tensors: torch.Tensor, **values: int
+) -> Constants:
     """`_launch_constants` of a kernel that reads W1 and W3 as one operand."""
     # Tensor descriptors on Hopper take strides below 2^40 bytes.
-    fit = abs(distance) * tensors[-1].element_size() < 2**40 and _descriptors_fit(*tensors)
+    fit = abs(distance) * tensors[-1].element_size() < 2**40 and _descriptors_fit(widths, *tensors)
     return _constants(config, fit, _precision(tensors[0]), SWAPPED=fit and distance < 0, **values)
 
 
@@ -713,7 +720,7 @@ def gate_up(
     launch(
         _gate_up_kernel,
         _grid(x_TD.device, tiles),
-        _pair_constants(config, distance, x_TD, w1_EFD, w3_EFD, K=K, D=D, F=F, GATHER=config.gather, SAVE=save),
+        _pair_constants(config, (D, F), distance, x_TD, w1_EFD, w3_EFD, K=K, D=D, F=F, GATHER=config.gather, SAVE=save),
         x_TD,
         plan.memory_N,
         w1_EFD,
@@ -738,7 +745,7 @@ def down(
     launch(
         _down_kernel,
         _grid(h_RF.device, tiles),
-        _launch_constants(config, h_RF, w2_EDF, D=D, F=F, SCATTER=K == 1),
+        _launch_constants(config, (D, F), h_RF, w2_EDF, D=D, F=F, SCATTER=K == 1),
         h_RF,
         plan.memory_N,
         weights_TK,
@@ -760,7 +767,7 @@ def down_backward(dout: torch.Tensor, w2_EDF: torch.Tensor, plan: Plan, config: 
     launch(
         _down_backward_kernel,
         _grid(dout.device, tiles),
-        _launch_constants(config, dout, w2_EDF, K=plan.K, D=D, F=F, GATHER=config.gather),
+        _launch_constants(config, (D, F), dout, w2_EDF, K=plan.K, D=D, F=F, GATHER=config.gather),
         dout,
         plan.memory_N,
         w2_EDF,
@@ -784,7 +791,7 @@ def gate_up_backward(
     launch(
         _gate_up_backward_kernel,
         _grid(dx.device, tiles),
-        _pair_constants(config, distance, dgate_up_R2F, w1_EFD, w3_EFD, D=D, F=F, SCATTER=K == 1),
+        _pair_constants(config, (D, F), distance, dgate_up_R2F, w1_EFD, w3_EFD, D=D, F=F, SCATTER=K == 1),
         dgate_up_R2F,
         plan.memory_N,
         w1_EFD,
@@ -819,9 +826,9 @@ def gate_up_weight_grad(
         grid,
         _launch_constants(
             config,
+            (D, F),
             dgate_up_R2F,
             x,
-            dw1_EFD,
             K=plan.K,
             A_COLS=F,
             B_COLS=width,
@@ -856,6 +863,7 @@ def down_weight_grad(
         grid,
         _launch_constants(
             config,
+            (D, F),
             dout_TD,
             weighted_h_RF,
             K=plan.K,

@@ -47,7 +47,7 @@ def _gate_up_weight_grad(
     D = x_TD.shape[1]
     width = D
     if not config.gather:
-        chunks = cdiv(plan.R * D * x_TD.element_size(), _MAX_COPY_BYTES)
+        chunks = max(1, cdiv(plan.R * D * x_TD.element_size(), _MAX_COPY_BYTES))
         width = cdiv(cdiv(D, chunks), config.block_n) * config.block_n
     for column in range(0, D, width):
         x = _rows(x_TD[:, column : column + width], plan, config)
@@ -92,6 +92,8 @@ def backward(
     dout = _rows(dout_TD, plan, config.down_backward)
     dh_RF = grouped_gemm.down_backward(dout, w2_EDF, plan, config.down_backward)
     dgate_up_R2F, dweights_TK = swiglu_backward(dh_RF, gate_up_R2F, weights_TK, plan, overwrite)
+    if overwrite:
+        torch.autograd.graph.increment_version(gate_up_R2F)
     weighted_h_RF = dh_RF
     if config.down_weight_grad.gather != config.down_backward.gather:
         dout = _rows(dout_TD, plan, config.down_weight_grad)

@@ -12,14 +12,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.resources
 import logging
-import pathlib
 import zlib
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, Literal
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 
 from . import reference
 from .configs import layer_config
@@ -27,7 +28,8 @@ from .plan import Plan, empty_plan, num_slots, plan_size
 
 Path = Literal["triton", "reference"]
 
-_VERSION = zlib.crc32(b"".join(p.read_bytes() for p in sorted(pathlib.Path(__file__).parent.glob("*.py"))))
+_SOURCES = [f for f in importlib.resources.files(__package__).iterdir() if f.name.endswith(".py")]
+_VERSION = zlib.crc32(b"".join(f.read_bytes() for f in sorted(_SOURCES, key=lambda f: f.name)))
 """Of this package's code, an argument of the op. Inductor's caches on disk know an op by its name and arguments alone:
 without it, code compiled before a change of the plan would still be found, and expect other shapes."""
 
@@ -71,11 +73,17 @@ def use_path(path: Path) -> Iterator[None]:
         _forced_path = previous
 
 
-def _run(function: str, device: torch.device, *args: Any) -> Any:
-    """`function` of layer.py, or of reference.py where the kernels are missing or raise."""
+def _run(function: str, device: torch.device, *args: Any, overwritten: torch.Tensor | None = None) -> Any:
+    """`function` of layer.py, or of reference.py where the kernels are missing or raise.
+
+    Args:
+        overwritten: of `args`, what the kernels may destroy. Where they raise after that, the reference can't help.
+    """
     if kernel_path(device) == "triton":
+        version = None if overwritten is None else overwritten._version
         try:
-            return getattr(_kernels(), function)(*args)
+            with _current(device):
+                return getattr(_kernels(), function)(*args)
         except (torch.OutOfMemoryError, torch.AcceleratorError):  # after the latter nothing runs on the device
             raise
         except Exception as error:
@@ -83,7 +91,18 @@ def _run(function: str, device: torch.device, *args: Any) -> Any:
                 raise
             _path_of_device[device.type] = "reference"
             _log.warning("MoE experts on %s: reference path from now on, the kernels raised %r", device.type, error)
-    return getattr(reference, function)(*args)
+            if overwritten is not None and overwritten._version != version:
+                error.add_note("This step is lost: kernels before had overwritten what its backward needs.")
+                raise
+    with torch.autocast(device.type, enabled=False):  # products in the dtype of the inputs, as the kernels'
+        return getattr(reference, function)(*args)
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager:
+    """Makes `device` the one that launches go to; autograd's threads do it by themselves, a forward doesn't."""
+    if device.index is None or device.index == torch.accelerator.current_device_index():
+        return contextlib.nullcontext()
+    return torch.accelerator.device_index(device.index)
 
 
 # `define` and `impl` instead of `custom_op`, an autograd function of our own instead of `register_autograd`: the checks
@@ -118,6 +137,8 @@ def _moe_experts(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     x_TD, topk_ids_TK, topk_weights_TK = x_TD.contiguous(), topk_ids_TK.contiguous(), topk_weights_TK.contiguous()
     w1_EFD, w3_EFD, w2_EDF = w1_EFD.contiguous(), w3_EFD.contiguous(), w2_EDF.contiguous()
+    if topk_ids_TK.dtype == torch.uint8:  # has no -1, by which the kernels know picks that aren't there
+        topk_ids_TK = topk_ids_TK.int()
     plan = empty_plan(topk_ids_TK, w1_EFD.shape[0], _row_tile(x_TD, w2_EDF), max_rows)
     if topk_ids_TK.numel() == 0:
         reference.build_plan(topk_ids_TK, plan)
@@ -159,7 +180,8 @@ def _gradients(
         return tuple(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in inputs[1:])
     T, K = topk_weights_TK.shape
     plan = Plan(plan_N, T, K, w1_EFD.shape[0], gate_up_R2F.shape[0], _row_tile(x_TD, w2_EDF))
-    return _run("backward", x_TD.device, *(t.contiguous() for t in inputs), gate_up_R2F, plan, overwrite)
+    args = (*(t.contiguous() for t in inputs), gate_up_R2F, plan, overwrite)
+    return _run("backward", x_TD.device, *args, overwritten=gate_up_R2F if overwrite else None)
 
 
 @torch.library.register_fake("inductor_kernels::moe_experts_backward")
@@ -177,19 +199,25 @@ class _Experts(torch.autograd.Function):
         ctx.save_for_backward(x_TD, weights_TK, w1_EFD, w3_EFD, w2_EDF, gate_up_R2F, plan_N)
         # The saved outputs get no gradient: without this, torch would fill one of size R x 2F with zeros.
         ctx.set_materialize_grads(False)
+        ctx.overwritten = None
         return out_TD, gate_up_R2F, plan_N
 
     @staticmethod
     def backward(ctx, dout_TD, *_):
+        if torch.is_grad_enabled():  # `once_differentiable` would be silent about a gradient of a gradient by x alone
+            raise NotImplementedError("moe_experts has no second derivative: backward without create_graph=True")
         if dout_TD is None:
             return (None,) * 10
         saved = ctx.saved_tensors
         gate_up_R2F = saved[-2]
         if type(gate_up_R2F) is torch.Tensor:
             # Not traced: reuse the memory of the saved pre-activations. A second backward through the same graph then
-            # raises torch's "modified by an inplace operation" instead of reading what is no longer there.
+            # raises torch's "modified by an inplace operation" instead of reading what is no longer there, but not
+            # where the user's saved-tensor hooks hand out the same tensor again.
+            if ctx.overwritten == (gate_up_R2F.data_ptr(), gate_up_R2F._version):
+                raise RuntimeError("a second backward through moe_experts: its saved pre-activations are overwritten")
             grads = _gradients(True, dout_TD, *saved)
-            torch.autograd.graph.increment_version(gate_up_R2F)
+            ctx.overwritten = (gate_up_R2F.data_ptr(), gate_up_R2F._version)
         else:
             grads = torch.ops.inductor_kernels.moe_experts_backward(dout_TD, *saved)
         dx_TD, dweights_TK, dw1_EFD, dw3_EFD, dw2_EDF = grads
@@ -221,17 +249,21 @@ def _is_plain(*tensors: torch.Tensor) -> bool:
     """Nothing that must see the op stands before the device: no tracer, mode, function transform or subclass."""
     return (
         not torch.compiler.is_compiling()
+        and not tensors[0].is_meta
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
         and all([type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors])
     )
 
 
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
 def _check(x_TD, ids_TK, weights_TK, w1_EFD, w3_EFD, w2_EDF) -> None:
-    E, F, D = w1_EFD.shape
-    if w3_EFD.shape != (E, F, D) or w2_EDF.shape != (E, D, F):
+    E, F, D = w1_EFD.shape if w1_EFD.ndim == 3 else (0, 0, 0)
+    if E == 0 or w3_EFD.shape != (E, F, D) or w2_EDF.shape != (E, D, F):
         raise ValueError(
-            f"expert weights must be w1 (E, F, D), w3 (E, F, D), w2 (E, D, F); got {tuple(w1_EFD.shape)}, "
+            f"expert weights must be w1 (E, F, D), w3 (E, F, D), w2 (E, D, F), E > 0; got {tuple(w1_EFD.shape)}, "
             f"{tuple(w3_EFD.shape)}, {tuple(w2_EDF.shape)}"
         )
     if x_TD.ndim != 2 or x_TD.shape[1] != D:
@@ -244,8 +276,18 @@ def _check(x_TD, ids_TK, weights_TK, w1_EFD, w3_EFD, w2_EDF) -> None:
     dtypes = {t.dtype for t in (x_TD, w1_EFD, w3_EFD, w2_EDF)}
     if len(dtypes) != 1:
         raise ValueError(f"x and the expert weights must have one dtype, got {sorted(map(str, dtypes))}: cast x first")
-    if ids_TK.is_floating_point() or not weights_TK.is_floating_point():
+    if (
+        ids_TK.is_floating_point()
+        or ids_TK.is_complex()
+        or ids_TK.dtype == torch.bool
+        or not weights_TK.is_floating_point()
+    ):
         raise ValueError(f"expert ids must be integers and weights floats, got {ids_TK.dtype} and {weights_TK.dtype}")
+    devices = {t.device for t in (x_TD, ids_TK, weights_TK, w1_EFD, w3_EFD, w2_EDF)}
+    if len(devices) != 1:
+        raise ValueError(f"all inputs must be on one device, got {sorted(map(str, devices))}")
+    if x_TD.dtype not in _KERNEL_DTYPES and kernel_path(x_TD.device) == "triton":
+        raise ValueError(f"the kernels compute in bfloat16, float16 or float32, not {x_TD.dtype}: cast x and weights")
 
 
 def moe_experts(
@@ -274,12 +316,15 @@ def moe_experts(
         (T, D) in the dtype of x.
 
     Raises:
-        ValueError: shapes or dtypes that don't fit together, or a negative bound.
+        ValueError: shapes, dtypes or devices that don't fit together, or a negative bound.
+        NotImplementedError: forward-mode differentiation, and in backward a second derivative (create_graph).
     """
     _check(x_TD, topk_ids_TK, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF)
     if max_rows is not None and max_rows < 0:
         raise ValueError(f"max_rows must not be negative, got {max_rows}; None means no bound")
     tensors = (x_TD, topk_ids_TK, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF)
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError("moe_experts has no forward-mode derivative")
     save = _needs_gradient(*tensors)
     inputs = (*tensors, -1 if max_rows is None else max_rows, save, _VERSION)
     if not _is_plain(*tensors):
@@ -305,7 +350,7 @@ def sorted_experts(
     Returns:
         (R, D) expert outputs, unweighted, in the dtype of x.
     """
-    ends_E = num_tokens_per_expert_E.cumsum(0).to(torch.int64)
+    ends_E = num_tokens_per_expert_E.to(torch.int64).cumsum(0)  # sums of 16-bit floats would be rounded
     rows_R = torch.arange(x_RD.shape[0], device=x_RD.device)
     ids_R1 = torch.searchsorted(ends_E, rows_R, right=True)[:, None]
     ones_R1 = torch.ones(ids_R1.shape, dtype=torch.float32, device=x_RD.device)

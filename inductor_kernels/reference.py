@@ -109,8 +109,10 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of x, weights, w1, w3, w2. The down-projection's output isn't needed: dw[t, k] = <h, W2^T dout[t]>.
 
-    `overwrite` allows the caller's `gate_up_R2F` to be destroyed; only the kernels make use of it.
+    `overwrite` allows the caller's `gate_up_R2F` to be destroyed, and its version says so; only the kernels do it.
     """
+    if overwrite:
+        torch.autograd.graph.increment_version(gate_up_R2F)
     K = weights_TK.shape[1]
     dw1_EFD, dw3_EFD, dw2_EDF = torch.zeros_like(w1_EFD), torch.zeros_like(w3_EFD), torch.zeros_like(w2_EDF)
     dx_RD = x_TD.new_zeros(gate_up_R2F.shape[0], x_TD.shape[1])

@@ -104,3 +104,16 @@ def test_square_sum(dtype):
     tensors[2][70_000] = float("inf")
     assert square_sum(tensors).isinf()
     assert square_sum([x[:0] for x in tensors]) == 0
+
+
+def test_rates_whatever_the_default_dtype():
+    from inductor_kernels.adamw import update_rates
+
+    steps = torch.arange(1.0, 5.0, device=DEVICE)
+    rates = update_rates(steps, LR, OPTIONS["betas"], OPTIONS["weight_decay"])
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(update_rates(steps, LR, OPTIONS["betas"], OPTIONS["weight_decay"]), rates)
+    finally:
+        torch.set_default_dtype(default)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 triton = pytest.importorskip("triton", reason="this build of torch brings no triton")
 
@@ -149,3 +150,17 @@ def test_threads_of_a_row_have_one_sum(F, monkeypatch, tmp_path):
         register = re.search(r"SHFL\.BFLY PT, (R\d+),", instructions[i])[1]
         user = next(text for text in instructions[i + 1 :] if re.search(rf", {register}\b", text))
         assert "FADD" in user, user
+
+
+@pytest.mark.parametrize("value", ["ieee", "tf32"])
+def test_precision_of_fp32_products_is_torchs(value):
+    """By the setting that makes a read of the older `allow_tf32` raise."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    with FakeTensorMode():
+        x = torch.empty(1, device="cuda")
+    try:
+        matmul.fp32_precision = value
+        assert grouped_gemm._precision(x) == value
+    finally:
+        matmul.fp32_precision = before

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 from oracle import assert_matches_oracle, output_and_gradients, random_problem
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
@@ -105,6 +106,31 @@ def test_second_backward_is_refused():
         out.sum().backward()
 
 
+def test_second_backward_behind_hooks_is_refused():
+    """Hooks that hand out the saved tensor itself keep torch's own check of versions from seeing it."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        out = experts(random_problem(8, 2, 2, 16, 16))
+    out.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward through moe_experts"):
+        out.sum().backward()
+
+
+def test_other_derivatives_are_refused():
+    problem = random_problem(8, 2, 2, 16, 16)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.autograd.grad(experts(problem).sum(), problem.x_TD, create_graph=True)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        experts(problem._replace(x_TD=forward_ad.make_dual(problem.x_TD, torch.ones_like(problem.x_TD))))
+
+
+def test_autocast_changes_nothing():
+    problem, dout_TD = random_problem(20, 2, 3, 16, 24), torch.randn(20, 16)
+    plain = output_and_gradients(experts, problem, dout_TD)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = output_and_gradients(experts, problem, dout_TD)
+    assert all(torch.equal(plain[name], cast[name]) for name in plain)
+
+
 def test_sorted_rows_equal_slices():
     counts = [5, 0, 9]
     x, _, _, w1, w3, w2 = random_problem(16, 1, 3, 16, 24)
@@ -117,6 +143,16 @@ def test_sorted_rows_equal_slices():
         torch.testing.assert_close(out[start : start + count], truth, rtol=1e-5, atol=1e-6)
         start += count
     assert out[start:].abs().max() == 0
+
+
+def test_counts_in_16_bit_floats():
+    """Each count is exact in bf16, their sum 257 isn't."""
+    counts_E = torch.tensor([256, 1, 2])
+    x, _, _, w1, w3, w2 = random_problem(260, 1, 3, 16, 24)
+    assert torch.equal(
+        sorted_experts(x, counts_E.bfloat16(), w1, w3, w2),
+        sorted_experts(x, counts_E, w1, w3, w2),
+    )
 
 
 def test_path_without_triton_is_logged_once(monkeypatch, caplog):
@@ -170,8 +206,18 @@ def test_import_needs_torch_alone():
         ({"weights_TK": torch.zeros(6, 3)}, r"both be \(T, K\) with T = 6.*\(6, 3\)"),
         ({"x_TD": torch.zeros(6, 16, dtype=torch.bfloat16)}, r"one dtype.*bfloat16.*cast x first"),
         ({"ids_TK": torch.zeros(6, 2)}, r"ids must be integers.*torch.float32"),
+        ({"ids_TK": torch.zeros(6, 2, dtype=torch.bool)}, r"ids must be integers.*torch.bool"),
+        ({"ids_TK": torch.zeros(6, 2, dtype=torch.complex64)}, r"ids must be integers.*torch.complex64"),
+        ({"weights_TK": torch.ones(6, 2, device="meta")}, r"on one device, got \['cpu', 'meta'\]"),
+        ({"w1_EFD": torch.zeros(24, 16)}, r"expert weights must be w1 \(E, F, D\).*\(24, 16\)"),
+        ({"w1_EFD": torch.zeros(0, 24, 16)}, r"E > 0.*\(0, 24, 16\)"),
     ],
 )
 def test_refusals(change, message):
     with pytest.raises(ValueError, match=message):
         experts(random_problem(6, 2, 3, 16, 24)._replace(**change))
+
+
+def test_float64_is_refused_where_kernels_run():
+    with use_path("triton"), pytest.raises(ValueError, match="float32, not"):
+        experts(random_problem(6, 2, 3, 16, 24, dtype=torch.float64))

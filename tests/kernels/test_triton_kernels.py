@@ -5,13 +5,15 @@ Without a GPU, test_interpreter.py runs this file in a process of its own with T
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from oracle import Problem, assert_matches_oracle, output_and_gradients, random_problem, token_loop
 from where import DEVICE, HALF, needs_kernels
 
 from inductor_kernels import moe_experts, reference, sorted_experts, use_path
-from inductor_kernels.configs import layer_config
+from inductor_kernels.configs import LayerConfig, layer_config
 from inductor_kernels.plan import empty_plan
 
 pytestmark = needs_kernels
@@ -37,6 +39,8 @@ def experts(problem):
         (40, 2, 5, 24, 40),  # nothing a multiple of a tile
         (33, 1, 3, 48, 32),  # K = 1 scatters straight to tokens
         (19, 3, 4, 20, 12),  # rows too narrow for 16-byte descriptors: pointer path
+        (26, 2, 3, 24, 18),  # of F alone
+        (26, 2, 3, 18, 24),  # of D alone
         (5, 4, 8, 16, 16),  # fewer tokens than experts
     ],
 )
@@ -124,6 +128,59 @@ def test_no_rows_at_all(K):
     assert out[local].isnan().all() and (out[~local] == 0).all()
     dx, dweights, dw1 = torch.autograd.grad(out, (problem.x_TD, problem.weights_TK, problem.w1_EFD), out.detach())
     assert dx[local].isnan().all() and (dx[~local] == 0).all() and (dweights == 0).all() and (dw1 == 0).all()
+
+
+@pytest.fixture
+def gathered_copies(monkeypatch):
+    """The configs of this device, but with the inputs of all GEMMs gathered beforehand."""
+
+    def config(*args):
+        families = vars(layer_config(*args)).items()
+        return LayerConfig(**{name: replace(family, gather=False) for name, family in families})
+
+    from inductor_kernels import layer, ops
+
+    for module in (layer, ops):
+        monkeypatch.setattr(module, "layer_config", config)
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_gathered_copies(gathered_copies, monkeypatch, K):
+    from inductor_kernels import layer
+
+    monkeypatch.setattr(layer, "_MAX_COPY_BYTES", 2048)  # several column parts
+    problem = random_problem(26, K, 3, 72, 24, ids=torch.randint(-1, 3, (26, K)), device=DEVICE)
+    assert_matches_oracle(experts, problem, TOLERANCE[torch.float32])
+    test_no_rows_at_all(K)
+
+
+def test_one_byte_ids():
+    """uint8 has no -1, the value of a pick that isn't there, and no 300, a number of experts."""
+    ids_TK = torch.randint(0, 256, (30, 2), dtype=torch.uint8)
+    ids_TK[0] = 255
+    assert_matches_oracle(
+        experts, random_problem(30, 2, 300, 16, 16, ids=ids_TK, device=DEVICE), TOLERANCE[torch.float32]
+    )
+
+
+@pytest.mark.parametrize("step", ["down_backward", "gate_up_backward"])
+def test_kernels_that_fail_in_backward(step, monkeypatch):
+    """Before anything is overwritten the reference computes the gradients; after that the step is refused."""
+    from inductor_kernels import grouped_gemm, ops
+
+    def broken(*args):
+        raise NotImplementedError("planted")
+
+    monkeypatch.setattr(ops, "_forced_path", None)
+    monkeypatch.setattr(ops, "_path_of_device", {DEVICE: "triton"})
+    monkeypatch.setattr(grouped_gemm, step, broken)
+    problem = random_problem(18, 2, 3, 16, 24, device=DEVICE)
+    if step == "gate_up_backward":
+        with pytest.raises(NotImplementedError, match="planted") as raised:
+            experts(problem).sum().backward()
+        assert "This step is lost" in raised.value.__notes__[0]
+    assert_matches_oracle(experts, problem, TOLERANCE[torch.float32])
+    assert ops._path_of_device == {DEVICE: "reference"}
 
 
 def test_non_contiguous_inputs():
