@@ -8,13 +8,13 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True, kw_only=True)
-class GemmConfig:
-    """Launch parameters of one grouped GEMM."""
+class GemmConfig(NamedTuple):
+    """Launch parameters of one grouped GEMM. A tuple, because each launch takes its hash."""
 
     block_m: int
     """Rows of an output tile. For the row GEMMs this is the row tile that segments are padded to."""

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from .launch import cdiv, constants, launch, next_power_of_2
-from .plan import Plan
-from .slots import expert_of_tile_M, pick_of_slot_R, segment_E1, segments_by_size_E3, slot_of_pick_TK
+from .plan import MAX_BLOCKS, Plan
+from .slots import counts_BE, expert_of_tile_M, pick_of_slot_R, segment_E1, segments_by_size_E3, slot_of_pick_TK
 
 
 @triton.jit
@@ -33,20 +33,19 @@ def _hits(ids, experts):
 
 
 @triton.jit
-def _count_kernel(ids_ptr, counts_BE_ptr, num_picks, steps, E, E_PAD: tl.constexpr, STEP: tl.constexpr):
+def _count_kernel(ids_ptr, plan_ptr, num_picks, steps, E, E_PAD: tl.constexpr, STEP: tl.constexpr):
     block = tl.program_id(0)
     experts = tl.arange(0, E_PAD)
     counts = tl.zeros((E_PAD,), tl.int32)
     first = block.to(tl.int64) * steps * STEP
     for step in range(steps):
         counts += tl.sum(_hits(_load_ids(ids_ptr, first + step * STEP, num_picks, STEP), experts), axis=0)
-    tl.store(counts_BE_ptr + block * E + experts, counts, mask=experts < E)
+    tl.store(counts_BE(plan_ptr, E) + block * E + experts, counts, mask=experts < E)
 
 
 @triton.jit
 def _assign_kernel(
     ids_ptr,
-    counts_BE_ptr,
     plan_ptr,
     num_picks,
     steps,
@@ -73,7 +72,7 @@ def _assign_kernel(
     if B_PAD > 0:
         blocks = tl.arange(0, B_PAD)
         counts = tl.load(
-            counts_BE_ptr + blocks[:, None] * E + experts[None, :],
+            counts_BE(plan_ptr, E) + blocks[:, None] * E + experts[None, :],
             mask=(blocks < num_blocks)[:, None] & is_expert[None, :],
             other=0,
         )
@@ -134,7 +133,6 @@ def _assign_kernel(
 
 _TABLE = 16384
 """Entries of a table (picks x experts, blocks x experts) that fit in the registers of a program."""
-_MAX_BLOCKS = 128
 _MAX_TABLES = 16
 """Tables of picks x experts that each program counts itself, sooner than another kernel could be launched for it."""
 
@@ -144,18 +142,16 @@ def build_plan(ids_TK: torch.Tensor, plan: Plan) -> None:
     num_picks = plan.T * plan.K
     experts_padded = next_power_of_2(plan.E)
     step = max(16, min(512, _TABLE // experts_padded))
-    steps = cdiv(cdiv(num_picks, step), min(_MAX_BLOCKS, step))
+    steps = cdiv(cdiv(num_picks, step), min(MAX_BLOCKS, step))
     num_blocks = cdiv(num_picks, step * steps)
-    counts_BE = plan.memory_N  # not read
     counted = num_picks > _MAX_TABLES * step
     if counted:
-        counts_BE = torch.empty((num_blocks, plan.E), dtype=torch.int32, device=ids_TK.device)
         launch(
             _count_kernel,
             (num_blocks,),
             constants(E_PAD=experts_padded, STEP=step, num_warps=8),
             ids_TK,
-            counts_BE,
+            plan.memory_N,
             num_picks,
             steps,
             plan.E,
@@ -172,7 +168,6 @@ def build_plan(ids_TK: torch.Tensor, plan: Plan) -> None:
             num_warps=8,
         ),
         ids_TK,
-        counts_BE,
         plan.memory_N,
         num_picks,
         steps,

@@ -10,7 +10,8 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-_compiled: dict[tuple, tuple[Any, list]] = {}
+_compiled: dict[tuple, tuple[Any, Any, Any, Any, list]] = {}
+"""The compiled kernel, what its launch needs of it (to look that up takes as long again), its constants in order."""
 
 
 def cdiv(a: int, b: int) -> int:
@@ -26,7 +27,7 @@ def next_power_of_2(n: int) -> int:
 def _traits_and_values(args: tuple[torch.Tensor | int, ...]) -> tuple[list[Any], list[int]]:
     """What triton specialises a kernel on, and what it hands to the device.
 
-    Dtype, device and alignment of pointers; value 1, divisibility and width of ints. Addresses instead of tensors:
+    Dtype and alignment of pointers; value 1, divisibility and width of ints. Addresses instead of tensors:
     triton would ask the driver about each tensor.
     """
     traits: list[Any] = []
@@ -37,7 +38,7 @@ def _traits_and_values(args: tuple[torch.Tensor | int, ...]) -> tuple[list[Any],
             values.append(arg)
         else:
             address = arg.data_ptr()  # type: ignore[union-attr]
-            traits += (arg.dtype, arg.get_device(), address % 16 == 0)  # type: ignore[union-attr]
+            traits += (arg.dtype, address % 16 == 0)  # type: ignore[union-attr]
             values.append(address)
     return traits, values
 
@@ -62,23 +63,25 @@ def launch(kernel: Any, grid: tuple[int, ...], how: Constants, *args: torch.Tens
 
     Args:
         how: all constexpr parameters of the kernel, warps and stages.
-        args: all runtime arguments, in the kernel's order, before its constexpr parameters; the first is a tensor.
+        args: all runtime arguments, in the kernel's order, before its constexpr parameters; the first is a tensor, the
+            others are on its device.
     """
     if not isinstance(kernel, JITFunction):  # the interpreter compiles nothing
         kernel[grid](*args, **how.values, num_warps=how.num_warps, num_stages=how.num_stages)
         return
     traits, values = _traits_and_values(args)
-    key = (id(kernel), how, *traits)  # id: a kernel lives as long as its module, and its own hash is slow
+    device = args[0].get_device()  # type: ignore[union-attr]
+    key = (id(kernel), how, device, *traits)  # id: a kernel lives as long as its module, and its own hash is slow
     known = _compiled.get(key)
     if known is None:
         compiled = kernel[grid](*args, **how.values, num_warps=how.num_warps, num_stages=how.num_stages)
-        _compiled[key] = compiled, [how.values[name] for name in kernel.arg_names[len(args) :]]
+        constant_values = [how.values[name] for name in kernel.arg_names[len(args) :]]
+        _compiled[key] = compiled, compiled.run, compiled.function, compiled.packed_metadata, constant_values
         return
-    compiled, constant_values = known
+    compiled, run, function, metadata, constant_values = known
     grid3 = (*grid, 1, 1)[:3]
     if knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:  # a profiler wants to see it
         compiled[grid3](*args, *constant_values)
     else:  # the same without what hooks need
-        run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-        stream = driver.active.get_current_stream(args[0].get_device())  # type: ignore[union-attr]
+        stream = driver.active.get_current_stream(device)
         run(*grid3, stream, function, metadata, None, None, None, *values, *constant_values)

@@ -1,9 +1,12 @@
-"""One MoE layer out of the Triton kernels: `build_plan`, `forward` and `backward`, twins of those in reference.py.
+"""One MoE layer out of the Triton kernels: `forward` and `backward`, twins of those in reference.py.
 
 Importing this module imports triton.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
 
 import torch
 import triton
@@ -16,10 +19,14 @@ from .permute import combine, gather
 from .plan import Plan
 from .swiglu import swiglu_backward
 
-__all__ = ["backward", "build_plan", "forward"]
-
 _MAX_COPY_BYTES = 320 * 2**20
 """Bound on the gathered copy that is alive beside all weight gradients, where the layer's memory peaks."""
+
+
+@functools.cache
+def _scratch(device: torch.device) -> Callable[[int, int, int | None], torch.Tensor]:
+    empty = torch.empty(0, dtype=torch.int8, device=device)
+    return lambda size, alignment, stream: empty.new_empty(size)
 
 
 def provide_scratch(device: torch.device) -> None:
@@ -27,7 +34,7 @@ def provide_scratch(device: torch.device) -> None:
 
     Triton keeps its allocator in a context variable, which autograd's own threads don't inherit: set it per call.
     """
-    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
+    triton.set_allocator(_scratch(device))
 
 
 def _rows(x_TD: torch.Tensor, plan: Plan, config: GemmConfig) -> torch.Tensor:
@@ -57,6 +64,7 @@ def _gate_up_weight_grad(
 
 def forward(
     x_TD: torch.Tensor,
+    ids_TK: torch.Tensor,
     weights_TK: torch.Tensor,
     w1_EFD: torch.Tensor,
     w3_EFD: torch.Tensor,
@@ -65,6 +73,7 @@ def forward(
     save: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `reference.forward`. Without `save`, gate_up_R2F is empty."""
+    build_plan(ids_TK, plan)
     provide_scratch(x_TD.device)
     config = layer_config(x_TD.device, x_TD.dtype, w2_EDF.shape[1], w2_EDF.shape[2])
     x = _rows(x_TD, plan, config.gate_up)

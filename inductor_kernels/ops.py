@@ -94,7 +94,8 @@ def _run(function: str, device: torch.device, *args: Any, overwritten: torch.Ten
             if overwritten is not None and overwritten._version != version:
                 error.add_note("This step is lost: kernels before had overwritten what its backward needs.")
                 raise
-    with torch.autocast(device.type, enabled=False):  # products in the dtype of the inputs, as the kernels'
+    # Products in the dtype of the inputs, as the kernels', and likewise without a graph.
+    with torch.autocast(device.type, enabled=False), torch.no_grad():
         return getattr(reference, function)(*args)
 
 
@@ -140,11 +141,10 @@ def _moe_experts(
     if topk_ids_TK.dtype == torch.uint8:  # has no -1, by which the kernels know picks that aren't there
         topk_ids_TK = topk_ids_TK.int()
     plan = empty_plan(topk_ids_TK, w1_EFD.shape[0], _row_tile(x_TD, w2_EDF), max_rows)
-    if topk_ids_TK.numel() == 0:
+    if plan.T * plan.K == 0:
         reference.build_plan(topk_ids_TK, plan)
         return torch.zeros_like(x_TD), x_TD.new_empty(plan.R if save else 0, 2 * w1_EFD.shape[1]), plan.memory_N
-    _run("build_plan", x_TD.device, topk_ids_TK, plan)
-    inputs = (x_TD, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF)
+    inputs = (x_TD, topk_ids_TK, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF)
     return *_run("forward", x_TD.device, *inputs, plan, save), plan.memory_N
 
 
@@ -191,11 +191,11 @@ def _(dout_TD, x_TD, topk_weights_TK, w1_EFD, w3_EFD, w2_EDF, gate_up_R2F, plan_
 
 
 class _Experts(torch.autograd.Function):
-    """Autograd of `run`: of the op below autograd, or of its implementation itself."""
+    """Autograd of outputs that are computed already: what the device shall do is launched before all this."""
 
     @staticmethod
-    def forward(ctx, run, x_TD, ids_TK, weights_TK, w1_EFD, w3_EFD, w2_EDF, *options):
-        out_TD, gate_up_R2F, plan_N = run(x_TD, ids_TK, weights_TK, w1_EFD, w3_EFD, w2_EDF, *options)
+    def forward(ctx, outputs, x_TD, weights_TK, w1_EFD, w3_EFD, w2_EDF):
+        out_TD, gate_up_R2F, plan_N = outputs
         ctx.save_for_backward(x_TD, weights_TK, w1_EFD, w3_EFD, w2_EDF, gate_up_R2F, plan_N)
         # The saved outputs get no gradient: without this, torch would fill one of size R x 2F with zeros.
         ctx.set_materialize_grads(False)
@@ -207,7 +207,7 @@ class _Experts(torch.autograd.Function):
         if torch.is_grad_enabled():  # `once_differentiable` would be silent about a gradient of a gradient by x alone
             raise NotImplementedError("moe_experts has no second derivative: backward without create_graph=True")
         if dout_TD is None:
-            return (None,) * 10
+            return (None,) * 6
         saved = ctx.saved_tensors
         gate_up_R2F = saved[-2]
         if type(gate_up_R2F) is torch.Tensor:
@@ -221,18 +221,14 @@ class _Experts(torch.autograd.Function):
         else:
             grads = torch.ops.inductor_kernels.moe_experts_backward(dout_TD, *saved)
         dx_TD, dweights_TK, dw1_EFD, dw3_EFD, dw2_EDF = grads
-        return None, dx_TD, None, dweights_TK, dw1_EFD, dw3_EFD, dw2_EDF, None, None, None
+        return None, dx_TD, dweights_TK, dw1_EFD, dw3_EFD, dw2_EDF
 
 
-def _below_autograd(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _with_autograd(x_TD: torch.Tensor, ids_TK: torch.Tensor, *others: Any) -> tuple[torch.Tensor, ...]:
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.inductor_kernels.moe_experts.default(*inputs)
-
-
-def _with_autograd(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    if _needs_gradient(*inputs[:6]):
-        return _Experts.apply(_below_autograd, *inputs)
-    return _below_autograd(*inputs)
+        outputs = torch.ops.inductor_kernels.moe_experts.default(x_TD, ids_TK, *others)
+    differentiable = (x_TD, *others[:4])
+    return _Experts.apply(outputs, *differentiable) if _needs_gradient(*differentiable) else outputs
 
 
 torch.library.impl("inductor_kernels::moe_experts", "default", _moe_experts)
@@ -257,6 +253,7 @@ def _is_plain(*tensors: torch.Tensor) -> bool:
 
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def _check(x_TD, ids_TK, weights_TK, w1_EFD, w3_EFD, w2_EDF) -> None:
@@ -273,21 +270,19 @@ def _check(x_TD, ids_TK, weights_TK, w1_EFD, w3_EFD, w2_EDF) -> None:
             f"expert ids and routing weights must both be (T, K) with T = {x_TD.shape[0]}, "
             f"got {tuple(ids_TK.shape)} and {tuple(weights_TK.shape)}"
         )
-    dtypes = {t.dtype for t in (x_TD, w1_EFD, w3_EFD, w2_EDF)}
-    if len(dtypes) != 1:
-        raise ValueError(f"x and the expert weights must have one dtype, got {sorted(map(str, dtypes))}: cast x first")
-    if (
-        ids_TK.is_floating_point()
-        or ids_TK.is_complex()
-        or ids_TK.dtype == torch.bool
-        or not weights_TK.is_floating_point()
-    ):
-        raise ValueError(f"expert ids must be integers and weights floats, got {ids_TK.dtype} and {weights_TK.dtype}")
-    devices = {t.device for t in (x_TD, ids_TK, weights_TK, w1_EFD, w3_EFD, w2_EDF)}
-    if len(devices) != 1:
-        raise ValueError(f"all inputs must be on one device, got {sorted(map(str, devices))}")
-    if x_TD.dtype not in _KERNEL_DTYPES and kernel_path(x_TD.device) == "triton":
-        raise ValueError(f"the kernels compute in bfloat16, float16 or float32, not {x_TD.dtype}: cast x and weights")
+    dtype = x_TD.dtype
+    if not dtype == w1_EFD.dtype == w3_EFD.dtype == w2_EDF.dtype:
+        dtypes = sorted({str(t.dtype) for t in (x_TD, w1_EFD, w3_EFD, w2_EDF)})
+        raise ValueError(f"x and the expert weights must have one dtype, got {dtypes}: cast x first")
+    if ids_TK.dtype not in _ID_DTYPES or not weights_TK.is_floating_point():
+        raise ValueError(
+            f"expert ids must be signed integers or uint8 and weights floats, got {ids_TK.dtype} and {weights_TK.dtype}"
+        )
+    if not x_TD.device == ids_TK.device == weights_TK.device == w1_EFD.device == w3_EFD.device == w2_EDF.device:
+        devices = sorted({str(t.device) for t in (x_TD, ids_TK, weights_TK, w1_EFD, w3_EFD, w2_EDF)})
+        raise ValueError(f"all inputs must be on one device, got {devices}")
+    if dtype not in _KERNEL_DTYPES and kernel_path(x_TD.device) == "triton":
+        raise ValueError(f"the kernels compute in bfloat16, float16 or float32, not {dtype}: cast x and weights")
 
 
 def moe_experts(
@@ -330,7 +325,8 @@ def moe_experts(
     if not _is_plain(*tensors):
         return torch.ops.inductor_kernels.moe_experts(*inputs)[0]
     # The same past the dispatcher, where a small layer would leave the device waiting for the host.
-    return (_Experts.apply(_moe_experts, *inputs) if save else _moe_experts(*inputs))[0]
+    outputs = _moe_experts(*inputs)
+    return (_Experts.apply(outputs, x_TD, *tensors[2:]) if save else outputs)[0]
 
 
 def sorted_experts(

@@ -6,12 +6,16 @@ from typing import NamedTuple
 
 import torch
 
+MAX_BLOCKS = 128
+"""Blocks of picks whose experts are counted one by one."""
+
 
 class Plan(NamedTuple):
     """Slots of the picks of one batch, expert-major, every expert's segment padded to a multiple of `row_tile`.
 
     All of it is int32 and lies in `memory_N`, in the order of the properties, which slots.py repeats for kernels:
-    one allocation, one argument of a kernel, one tensor to keep for backward. The host reads nothing of it.
+    one allocation, one argument of a kernel, one tensor to keep for backward. The host reads nothing of it. Behind the
+    first two, MAX_BLOCKS x E elements are scratch of the kernels that build it.
     """
 
     memory_N: torch.Tensor
@@ -66,7 +70,7 @@ def num_slots(num_picks: int, num_experts: int, row_tile: int, max_rows: int) ->
 
 def _head_size(num_experts: int) -> int:
     """Elements of the parts that depend on the experts alone, to a multiple of 16."""
-    return (4 * num_experts + 16) // 16 * 16
+    return (4 * num_experts + 16) // 16 * 16 + MAX_BLOCKS * num_experts
 
 
 def plan_size(num_picks: int, num_experts: int, R: int, row_tile: int) -> int:
@@ -75,8 +79,8 @@ def plan_size(num_picks: int, num_experts: int, R: int, row_tile: int) -> int:
 
 
 def empty_plan(ids_TK: torch.Tensor, num_experts: int, row_tile: int, max_rows: int) -> Plan:
-    """New memory for the plan of `ids_TK`, to be filled by `build_plan` of layer.py or reference.py."""
+    """New memory for the plan of `ids_TK`, to be filled by `build_plan` of index.py or reference.py."""
     T, K = ids_TK.shape
     R = num_slots(T * K, num_experts, row_tile, max_rows)
     size = plan_size(T * K, num_experts, R, row_tile)
-    return Plan(torch.empty(size, dtype=torch.int32, device=ids_TK.device), T, K, num_experts, R, row_tile)
+    return Plan(ids_TK.new_empty(size, dtype=torch.int32), T, K, num_experts, R, row_tile)

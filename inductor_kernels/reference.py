@@ -70,6 +70,7 @@ def _sum_picks(rows_RD: torch.Tensor, plan: Plan, weights_TK: torch.Tensor | Non
 
 def forward(
     x_TD: torch.Tensor,
+    ids_TK: torch.Tensor,
     weights_TK: torch.Tensor,
     w1_EFD: torch.Tensor,
     w3_EFD: torch.Tensor,
@@ -77,13 +78,14 @@ def forward(
     plan: Plan,
     save: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Routed experts of one layer.
+    """Routed experts of one layer; fills the empty `plan`.
 
     Returns:
         out_TD: combined output; rows of tokens beyond `max_rows` are NaN.
         gate_up_R2F: pre-activations of gate (first F columns) and up, in slot order, saved for backward;
             empty unless `save`.
     """
+    build_plan(ids_TK, plan)
     K = weights_TK.shape[1]
     _, D, Fdim = w2_EDF.shape
     gate_up_R2F = x_TD.new_zeros(plan.R, 2 * Fdim)

@@ -1,12 +1,16 @@
 """The parts of a plan inside kernels, from its address: see `plan.Plan`, whose layout this repeats.
 
-Shape suffixes: T tokens, K picks per token, E local experts, R slots, M row tiles.
+Shape suffixes: T tokens, K picks per token, E local experts, B blocks of picks, R slots, M row tiles.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from . import plan
+
+_MAX_BLOCKS = tl.constexpr(plan.MAX_BLOCKS)
 
 
 @triton.jit
@@ -20,8 +24,13 @@ def segments_by_size_E3(plan_ptr, E):
 
 
 @triton.jit
-def pick_of_slot_R(plan_ptr, E):
+def counts_BE(plan_ptr, E):
     return plan_ptr + (4 * E + 16) // 16 * 16
+
+
+@triton.jit
+def pick_of_slot_R(plan_ptr, E):
+    return counts_BE(plan_ptr, E) + _MAX_BLOCKS * E
 
 
 @triton.jit

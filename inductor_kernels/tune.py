@@ -16,12 +16,13 @@ import itertools
 import json
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, fields, replace
+from dataclasses import fields
 
 import torch
 
 from . import grouped_gemm, layer
 from .configs import GemmConfig, LayerConfig, layer_config, load_tuned, problem_key, tuned_file
+from .index import build_plan
 from .permute import gather
 from .plan import empty_plan
 
@@ -32,7 +33,7 @@ def candidates(start: GemmConfig) -> list[GemmConfig]:
     """Variations of a config, itself first; the row tile stays, since all row GEMMs share it."""
     found = [start]
     for stages, group_m, wide in itertools.product((2, 3, 4), (4, 8, 16), (1, 2)):
-        config = replace(start, num_stages=stages, group_m=group_m, block_n=start.block_n // wide)
+        config = start._replace(num_stages=stages, group_m=group_m, block_n=start.block_n // wide)
         if config not in found:
             found.append(config)
     return found
@@ -42,7 +43,7 @@ def launches(T: int, K: int, E: int, D: int, F: int, device: torch.device, dtype
     """One function of a GemmConfig per GEMM family, on random data and balanced routing."""
     ids_TK = torch.rand(T, E, device=device).topk(K, dim=1).indices
     plan = empty_plan(ids_TK, E, layer_config(device, dtype, D, F).row_tile, -1)
-    layer.build_plan(ids_TK, plan)
+    build_plan(ids_TK, plan)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device, dtype=dtype)
@@ -117,7 +118,7 @@ def main() -> None:
     chosen = {}
     for family in args.families:
         config, ms = fastest(runs[family], candidates(getattr(current, family)))
-        chosen[family] = asdict(config)
+        chosen[family] = config._asdict()
         print(f"{family:20s} {ms:8.3f} ms  {config}")
     path = tuned_file(device)
     tuned = load_tuned(device)

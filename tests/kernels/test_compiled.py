@@ -83,8 +83,7 @@ def test_machine_code(case, T, D, F, E, K, distance, monkeypatch, tmp_path):
     x_TD, w1_EFD, w2_EDF = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((T, D), (E, F, D), (E, D, F)))
     ids_TK, weights_TK = (torch.empty(T, K, dtype=d, device="meta") for d in (torch.int64, torch.float32))
     plan = empty_plan(ids_TK, E, config.row_tile, -1)
-    layer.build_plan(ids_TK, plan)
-    out_TD, gate_up_R2F = layer.forward(x_TD, weights_TK, w1_EFD, w1_EFD, w2_EDF, plan)
+    out_TD, gate_up_R2F = layer.forward(x_TD, ids_TK, weights_TK, w1_EFD, w1_EFD, w2_EDF, plan)
     layer.backward(out_TD, x_TD, weights_TK, w1_EFD, w1_EFD, w2_EDF, gate_up_R2F, plan, overwrite=True)
 
     gemms = {f"_{name}_kernel" for name in ("gate_up", "down", "down_backward", "gate_up_backward", "weight_grad")}

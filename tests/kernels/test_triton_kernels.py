@@ -5,8 +5,6 @@ Without a GPU, test_interpreter.py runs this file in a process of its own with T
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from oracle import Problem, assert_matches_oracle, output_and_gradients, random_problem, token_loop
@@ -136,7 +134,7 @@ def gathered_copies(monkeypatch):
 
     def config(*args):
         families = vars(layer_config(*args)).items()
-        return LayerConfig(**{name: replace(family, gather=False) for name, family in families})
+        return LayerConfig(**{name: family._replace(gather=False) for name, family in families})
 
     from inductor_kernels import layer, ops
 
@@ -295,7 +293,9 @@ def test_more_than_2_31_elements(monkeypatch):
     dout = torch.randn_like(x)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty_like", lambda t: guarded(t.shape, t.dtype, t.device))
-        patch.setattr(torch.Tensor, "new_empty", lambda t, *shape: guarded(shape, t.dtype, t.device))
+        patch.setattr(
+            torch.Tensor, "new_empty", lambda t, *shape, dtype=None: guarded(shape, dtype or t.dtype, t.device)
+        )
         out = moe_experts(x, ids, scores, *weights)
         grads = torch.autograd.grad(out, (x, scores, *weights), dout)
     assert len(buffers) >= 8
